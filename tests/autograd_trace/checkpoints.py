@@ -1,4 +1,4 @@
-"""Models with checkpoints, each made twice: with them, and with plain calls in their place."""
+"""Models with checkpoints, each in two versions: with checkpoints, and with plain calls instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 Around = Callable[..., Any]
-"""Calls its first argument on the others, under a checkpoint or not."""
+"""Type of a function that calls its first argument on the others, in a checkpoint or not."""
 MODELS: dict[str, Callable[[Around], nn.Module]] = {}
 
 
@@ -34,7 +34,7 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def keeping(policy: Any) -> Around:
-    """A selective checkpoint."""
+    """Return a function that calls another one in a selective checkpoint."""
 
     def around(function: Callable[..., Any], *args: Any) -> Any:
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -53,7 +53,7 @@ def block(width: int = 8, hidden: int = 16) -> nn.Sequential:
 
 
 class Blocks(nn.Module):
-    """Residual blocks, each in a checkpoint of its own."""
+    """Residual blocks, each in its own checkpoint."""
 
     def __init__(self, around: Around, count: int = 3, width: int = 8, hidden: int = 16) -> None:
         super().__init__()

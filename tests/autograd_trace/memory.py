@@ -1,4 +1,4 @@
-"""How much memory a call takes, to the byte."""
+"""Measurement of the peak memory of a call, to the byte."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most that torch's CPU allocator held during a call, beyond what it held before. The
-    result is held while it is measured.
+    """Return the peak memory of a call in torch's CPU allocator, in bytes, above the initial level.
 
-    torch's profiler writes down every allocation, also those of compiled code: the figure is the
-    same every time.
+    The result of the call is alive while it is measured. The profiler of torch records every
+    allocation, including those of compiled code, so the figure is deterministic.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         held = call()

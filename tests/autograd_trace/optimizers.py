@@ -1,4 +1,4 @@
-"""Optimizers that keep state of many forms, reckon with Python's numbers, and step one another."""
+"""Optimizers with many forms of state, computations with Python numbers, or an inner optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Each(optim.Optimizer):
 
 
 class Factors(Each):
-    """A factor for each dim in a list, every third one made new, as SOAP and Shampoo."""
+    """A list of one factor per dim, with bases that are replaced every three steps, like SOAP."""
 
     def change(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -54,7 +54,7 @@ class Factors(Each):
 
 
 class Projector:
-    """Keeps a basis in an attribute, as GaLore's does."""
+    """Keeps a basis in an attribute, like the projector of GaLore."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.basis = rank, torch.zeros(())
@@ -77,7 +77,7 @@ class Projected(Each):
 
 
 class Moments(Each):
-    """A dict of moments by their decay, as AggMo."""
+    """A dict from decay to moment, like AggMo."""
 
     def change(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -89,7 +89,7 @@ class Moments(Each):
 
 
 class OfAll(Each):
-    """A count that is kept beside the parameters' state, as MADGRAD."""
+    """A count that is stored next to the state of the parameters, like MADGRAD."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
@@ -106,8 +106,9 @@ class OfAll(Each):
 
 
 class Rates(Each):
-    """Reckons with a rate by `*=`, which changes no other holder of the number, and keeps the
-    largest rate that it saw.
+    """Applies `*=` to a rate, and keeps the largest rate.
+
+    The product changes no other reference to the number.
     """
 
     def change(
@@ -122,7 +123,7 @@ class Rates(Each):
 
 
 class Filled(Each):
-    """Makes its state by `full_like(fill_value=)`, and compares tensors."""
+    """Creates its state by `full_like(fill_value=)`, and compares tensors."""
 
     def change(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -135,7 +136,7 @@ class Filled(Each):
 
 
 class Ratio(Each):
-    """Keeps a number of Python's or a tensor, by values, as LAMB."""
+    """Keeps a Python number or a tensor, depending on values, like LAMB."""
 
     def change(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -145,9 +146,9 @@ class Ratio(Each):
 
 
 class Wrapping(optim.Optimizer):
-    """Every second step goes half way back to a slow copy, as Lookahead does.
+    """Returns halfway to a slow copy in every second step, like Lookahead.
 
-    `shared`: whose state holds that copy.
+    `shared`: whether the copy is stored in the state of the inner optimizer.
     """
 
     def __init__(self, inner: optim.Optimizer, *, shared: bool) -> None:
@@ -176,8 +177,9 @@ class Wrapping(optim.Optimizer):
 
 
 class Large(Each):
-    """Divides by the mean square of a row, in matrices of 16 rows and more alone, as Adafactor's
-    newer forms do.
+    """Divides by the mean square of a row in matrices with at least 16 rows and columns only.
+
+    Newer versions of Adafactor do the same.
     """
 
     def change(
@@ -192,7 +194,7 @@ class Large(Each):
 
 
 class Rounded(Each):
-    """Multiplies matrices in bfloat16 with outputs that are given, as timm's Muon."""
+    """Multiplies matrices in bfloat16 with `out=`, like timm's Muon."""
 
     def change(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -208,7 +210,7 @@ class Rounded(Each):
 
 
 class Cached(Each):
-    """Keeps what it reckoned in a list among the options, as the first RAdam did."""
+    """Keeps results in a list among the options, like the original RAdam."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         optim.Optimizer.__init__(self, params, {"lr": lr, "buffer": [None, None]})
@@ -222,8 +224,9 @@ class Cached(Each):
 
 
 class Estimated(Each):
-    """A distance that all parameters have a part in, too small to move them at first, as
-    D-Adaptation's.
+    """A distance that depends on all parameters, like that of D-Adaptation.
+
+    At first it is too small to move them.
     """
 
     @torch.no_grad()
@@ -245,7 +248,7 @@ class Growing(Each):
 
 
 class Sparse(Each):
-    """Keeps the moments of chosen elements alone."""
+    """Keeps the moments of selected elements only."""
 
     def change(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -256,7 +259,7 @@ class Sparse(Each):
 
 
 class Turned(Each):
-    """Has other weights for evaluation, as the schedule-free optimizers."""
+    """Has other weights for evaluation, like schedule-free optimizers."""
 
     def train(self) -> None: ...
 

@@ -1,5 +1,6 @@
-"""Graphs that compute in bfloat16 are compared through float64: another order of rounding passes,
-another computation does not.
+"""Graphs in bfloat16 are compared in float64.
+
+A different order of rounding passes, a different computation fails.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
-    """Attention with fewer key-value heads than heads, dropout, a residual branch, and a
-    normalization.
-    """
+    """Attention with fewer key-value heads than heads, dropout, a residual and a layer norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ def test_a_loss_of_any_weight_is_derived(weight: float) -> None:
 
 
 def matrix(m: Any) -> Tensor:
-    """Positive definite, in bfloat16."""
+    """Return a positive definite matrix in bfloat16."""
     found: Tensor = m.first.weight @ m.first.weight.T + torch.eye(8)
     return found.bfloat16()
 
@@ -109,7 +108,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 STOOD_FOR: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "linalg.solve": lambda m, x: torch.linalg.solve(matrix(m).float(), x.T).T,  # of two dtypes
+    "linalg.solve": lambda m, x: torch.linalg.solve(matrix(m).float(), x.T).T,  # two dtypes
     "linalg.inv": lambda m, x: x @ torch.linalg.inv(matrix(m)),
     "inverse": lambda m, x: x @ matrix(m).inverse(),
     "linalg.cholesky": lambda m, x: x @ torch.linalg.cholesky(matrix(m)),
@@ -144,7 +143,7 @@ def test_a_graph_in_float64_gives_what_the_model_gives_in_float64() -> None:
     ]
     loss = twin.exported.graph_module(*arguments)[0]
     assert loss.dtype is torch.float64
-    # autocast leaves float64 alone; the cast to float32 rounds
+    # Autocast does not change float64. The cast to float32 rounds.
     expected = weighted(given.model.double(), batch).value
     torch.testing.assert_close(loss, expected.double(), rtol=1e-6, atol=0.0)
 
@@ -166,7 +165,7 @@ def test_a_graph_in_float64_draws_what_the_graph_draws(program: Program) -> None
         loss(captured, batch, dict(program.state)),
         loss(twin, doubled(batch), doubled(dict(program.state))),
     )
-    # another mask moves it by 5 %
+    # Another mask would change it by 5 %.
     torch.testing.assert_close(low.double(), exact, rtol=5e-3, atol=0.0)
 
 

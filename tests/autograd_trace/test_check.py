@@ -1,4 +1,4 @@
-"""A step graph is compared with what autograd gave, which is computed once."""
+"""Step graphs are compared with the results of autograd, which are computed once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def replayed(given: Job) -> tuple[Program, list[Replayed]]:
 
 @functools.cache
 def replayed_once(loss: Any) -> tuple[Job, Program, list[Replayed]]:
-    """A job with a buffer that is only read and this loss, or the usual one. No test changes it."""
+    """Return a job with a read-only buffer and this loss or the default. No test changes it."""
     given = job(
         Model(lambda m, x: x + m.shift, shift=torch.ones(8)),
         **({"loss": loss} if loss is not None else {}),
@@ -113,10 +113,8 @@ def test_a_missing_gradient_is_refused() -> None:
 
 
 def test_a_gradient_of_rounding_alone_may_be_other_rounding() -> None:
-    """What is added to all scores before a softmax has the gradient 0, of which nothing but
-    rounding is left.
-    """
-    torch.manual_seed(0)  # there are values of which no rounding is left
+    """A constant added to all scores before a softmax has gradient 0, up to rounding errors."""
+    torch.manual_seed(0)  # with other values, the rounding errors may be exactly 0
     program, kept = replayed(
         job(Model(lambda m, x: (x + m.added).softmax(-1), added=nn.Parameter(torch.tensor(0.1))))
     )

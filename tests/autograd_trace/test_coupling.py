@@ -1,5 +1,6 @@
-"""A freeze notes whether what is computed of a row depends on the other rows of its call; a plan
-that divides the batch says so.
+"""A freeze records whether the results of a row depend on other rows of the call.
+
+A plan that divides the batch reports it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROWS = 6
 
 
 class Net(nn.Module):
-    """tokens (rows, 5), values (rows, 4) -> (rows, 3)."""
+    """Model of tokens (rows, 5) and values (rows, 4); returns (rows, 3)."""
 
     def __init__(self, **of_embedding: Any) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def weighed(model: nn.Module, batch: dict[str, Tensor]) -> trainload.Loss:
-    """A mean over positions, of which rows have different numbers."""
+    """Return a mean over positions, where rows have different numbers of them."""
     kept = (batch["tokens"] > 0).sum(1).float()
     losses = functional.cross_entropy(
         model(batch["tokens"], batch["values"], normalised=False), batch["label"], reduction="none"
@@ -64,7 +65,7 @@ def normalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def contrasted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Each row is told from the others of its batch."""
+    """Return a loss that contrasts each row with the others of its batch."""
     found = functional.normalize(model(batch["tokens"], batch["values"], normalised=False))
     return functional.cross_entropy(found @ found.T / 0.1, torch.arange(len(found)))
 
@@ -123,7 +124,7 @@ def test_rows_that_depend_on_one_another_are_noted(tmp_path: Path, name: str) ->
 
 
 class Small(nn.Module):
-    """A layer, and a norm of the batch, a weight for each class, or a count of calls behind it."""
+    """A layer, and what losses combine it with: a batch norm, or a count of calls."""
 
     calls: Tensor
 

@@ -1,4 +1,4 @@
-"""Step graphs are eager's loss and gradients, flat and functional."""
+"""Step graphs compute eager's loss and gradients, and are flat and functional."""
 
 from __future__ import annotations
 
@@ -87,13 +87,11 @@ IN_PLACE: dict[str, tuple[Any, int]] = {
     "alpha_dropout": (functional.alpha_dropout, 2),
     "feature_alpha_dropout": (functional.feature_alpha_dropout, 3),
 }
-"""Operators with a form in place, and the dims of what they take."""
+"""Operators with an in-place variant, and the number of dims of their input."""
 
 
 def drop_nothing(function: Any, dims: int, m: nn.Module, x: Tensor) -> Tensor:
-    """With p=0 nothing is written in place, and what autograd saved of relu's result is as it
-    was.
-    """
+    """Apply `function` in place with p=0, which leaves the result that relu saved unchanged."""
     positive = torch.relu(x).view(x.shape[0], 8, *[1] * (dims - 2))
     dropped: Tensor = function(positive, 0.0, m.training, inplace=True)
     return dropped.view(x.shape)
@@ -141,7 +139,7 @@ def derived(name: str) -> tuple[Program, StepGraph]:
     "dropout of nothing",
     "feature_alpha_dropout of nothing",
 )
-# torch's own, in eager cond
+# torch itself causes this warning in eager `cond`
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_are_eagers(name: str) -> None:
@@ -224,7 +222,7 @@ def test_the_backward_part_begins_at_its_node() -> None:
     graph = derived("plain")[1].module.graph
     names = [n.name for n in graph.nodes]
     products = [i for i, n in enumerate(graph.nodes) if n.target is torch.ops.aten.mm.default]
-    assert min(products) > names.index(TANGENT)  # forward's are addmm
+    assert min(products) > names.index(TANGENT)  # the products of forward are addmm
 
 
 @functools.cache

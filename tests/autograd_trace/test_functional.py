@@ -1,4 +1,4 @@
-"""Graphs that write to nothing are traced at once, to what AOT autograd makes of them."""
+"""Graphs without writes are traced directly, with the same result as through AOT autograd."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from trainload.capture.operators import is_overload
 
 
 class Attention(nn.Module):
-    """One head over four vectors of a row, with dropout and a frozen parameter, its middle under
-    autocast and a part without gradient.
+    """One attention head over four vectors per row, with dropout and a frozen parameter.
+
+    The middle is under autocast, and one part has no gradient.
     """
 
     def __init__(self) -> None:
@@ -81,8 +82,9 @@ def by_aot(program: Any, graph: str) -> StepGraph:
 
 
 def operators(step: StepGraph) -> Counter[str]:
-    """How often each operator of tensors is called; a detached view is an alias, and torch 2.15
-    traces it as either.
+    """Count the calls of each tensor operator.
+
+    A detached view counts as an alias, because torch 2.15 traces it as either.
     """
     names = (
         str(node.target)
@@ -111,7 +113,7 @@ def program(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def both(program: Any) -> Both:
-    """Graph -> its step graph, traced at once and by AOT autograd."""
+    """Graph -> its step graph, traced directly and by AOT autograd."""
 
     @functools.cache
     def of(graph: str) -> tuple[StepGraph, StepGraph]:
@@ -138,7 +140,7 @@ def test_the_graph_computes_what_aot_autograds_computes(
 
 
 def test_a_count_of_entries_is_a_product_of_sizes(both: Both) -> None:
-    """Otherwise a tensor of forward would be kept for backward only to be counted."""
+    """Otherwise backward would keep a tensor of forward only to count its elements."""
     nodes = both("train")[0].module.graph.nodes
     assert not any(node.target is torch.ops.aten.sym_numel.default for node in nodes)
 

@@ -1,4 +1,4 @@
-"""Guards say of sizes what torch says."""
+"""Guards agree with torch on sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUTO = Dim.AUTO
 
 
 class Scaled(nn.Module):
-    """A function of the batch, times a parameter, as the loss."""
+    """A loss that is a function of the batch, times a parameter."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()

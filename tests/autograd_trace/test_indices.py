@@ -1,4 +1,4 @@
-"""A compiled operator allows the indices that the interpreted one allows."""
+"""A compiled operator accepts the same indices as the interpreted one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainload.autograd_trace.derivation.inductor import compile_graph, load_com
 
 ROWS, WIDTH = 6, 4
 Take = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""An operator of (ROWS, WIDTH) values, an index (3,) and a source (3, WIDTH)."""
+"""Type of an operator on values (ROWS, WIDTH), an index (3,) and a source (3, WIDTH)."""
 OPERATORS: dict[str, Take] = {
     "index_add": lambda x, i, s: x.index_add(0, i, s),
     "index_copy": lambda x, i, s: x.index_copy(0, i, s),

@@ -1,4 +1,4 @@
-"""Operators with bodies are given operands that share no memory."""
+"""Operands of operators with bodies share no memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def body(function: str) -> GraphModule:
 
 
 def choosing() -> GraphModule:
-    """pred, flat (8,) -> the sum or the product of the halves of `flat`."""
+    """Build a graph: pred, flat (8,) -> the sum or the product of the halves of `flat`."""
     graph, owner = Graph(), nn.Module()
     pred, flat = graph.placeholder("pred"), graph.placeholder("flat")
     owner.add_module("one", body("add"))

@@ -1,4 +1,4 @@
-"""What lies in checkpoints is computed again in backward, and takes no memory until then."""
+"""Values in checkpoints are recomputed in backward, and take no memory until then."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def small(name: str, around: Any) -> tuple[Program, StepGraph]:
 
 @functools.cache
 def large(around: Any) -> tuple[Program, StepGraph]:
-    """Blocks whose hidden values take by far the most memory of a step."""
+    """Return blocks whose hidden values take by far the most memory of a step."""
     torch.manual_seed(1)
     program = program_of(job(Blocks(around, COUNT, WIDTH, HIDDEN), batch=BATCH))
     return program, derive(program, "train", CPU)
 
 
 def copies(step: StepGraph, *targets: object) -> list[Node]:
-    """The nodes that compute a value again; if targets are given, those that call one of them."""
+    """Return the nodes that recompute a value; if `targets` are given, only calls of these."""
     return [
         n
         for n in step.module.graph.nodes
@@ -133,7 +133,7 @@ def test_every_value_of_a_region_that_backward_needs_is_computed_once_more() -> 
 
 
 def test_what_backward_does_not_need_is_not_computed_again() -> None:
-    """A block's second layer: nobody wants its result."""
+    """Nothing uses the result of a block's second layer."""
     step = large(checkpointed)[1]
     again = {n.meta[RECOMPUTES] for n in copies(step, aten.addmm.default)}
     made = [
@@ -163,9 +163,7 @@ def test_regions_are_computed_again_from_the_last_to_the_first() -> None:
 
 
 def test_a_result_that_an_operator_outside_has_saved_is_kept_for_it() -> None:
-    """Tanh's result: the product outside saved it, and the derivative of tanh itself computes it
-    again.
-    """
+    """The product outside the checkpoint saved tanh's result; tanh's derivative recomputes it."""
     step = small("result_used_outside", checkpointed)[1]
     place = order(step)
     tangent = next(i for n, i in place.items() if n.name == TANGENT)
@@ -176,8 +174,9 @@ def test_a_result_that_an_operator_outside_has_saved_is_kept_for_it() -> None:
 
 
 def test_an_inner_checkpoint_is_computed_again_for_the_outer_one_and_for_itself() -> None:
-    """Exp's derivative needs exp, and so all; that of sin and of tanh needs tanh, which the outer
-    one's run has not kept.
+    """The derivative of exp needs exp, and therefore all values.
+
+    Those of sin and tanh need tanh, which the outer checkpoint's recomputation has not kept.
     """
     step = small("nested", checkpointed)[1]
     counts = {
@@ -203,7 +202,7 @@ def test_a_step_takes_the_memory_of_one_region_in_place_of_all() -> None:
     for around in (plainly, checkpointed):
         program, step = large(around)
         peaks[around] = peak_bytes(functools.partial(run, step, program, BATCH))
-    hidden = 2 * ROWS * HIDDEN * 4  # addmm and GELU, of one block
+    hidden = 2 * ROWS * HIDDEN * 4  # results of addmm and GELU in one block
     assert peaks[plainly] > COUNT * hidden
     assert peaks[checkpointed] < peaks[plainly] - (COUNT - 2) * hidden
 
@@ -216,7 +215,7 @@ def test_a_compiled_step_takes_the_memory_of_one_region_in_place_of_all(tmp_path
         compile_graph(derive(program, "train", CPU).module, tmp_path / "step.bin", {})
         compiled = load_compiled(tmp_path / "step.bin")
         loaded = StepGraph(compiled, step.inputs, step.outputs)  # type: ignore[arg-type]  # called in the same way
-        run(loaded, program, BATCH)  # what is made once
+        run(loaded, program, BATCH)  # excludes allocations of the first call
         peaks[around] = peak_bytes(functools.partial(run, loaded, program, BATCH))
         gradients[around] = run(loaded, program, BATCH)
     hidden = 2 * ROWS * HIDDEN * 4
@@ -240,9 +239,7 @@ def test_holding_back_changes_no_value() -> None:
 
 
 def test_what_is_held_back_depends_on_the_backward_pass() -> None:
-    """Every copy of a kernel of its own does, also that of the last block, whose backward comes
-    first.
-    """
+    """Every recomputed GELU does, even in the last block, whose backward comes first."""
     step = derive(large(checkpointed)[0], "train", CPU)
     hold_back(step.module)
     assert len(copies(step, aten.gelu.default)) == COUNT
@@ -282,7 +279,7 @@ def every_other() -> Any:
 
 @functools.cache
 def keeping_gelus() -> tuple[Job, Program, StepGraph]:
-    """Two blocks under a policy that is a list."""
+    """Return a job of two blocks whose policy is a list."""
     description = job(Blocks(keeping([aten.gelu.default]), count=2))
     program = program_of(description)
     return description, program, derive(program, "train", CPU)

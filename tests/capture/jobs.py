@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class Function(nn.Module):
-    """A module of nothing but a function."""
+    """A module that consists of a function."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""Models that no capture can hold: functions to stand between two layers, as
-`tests.capture.jobs.Model` takes them.
+"""Models that no capture can hold: functions between two layers, as in `tests.capture.jobs.Model`.
 
-Above the line that is to blame, `# -> expression` names what the caret must stand under.
+Above the line at fault, `# -> expression` names what the caret must point at.
 """
 
 from __future__ import annotations
@@ -446,7 +445,7 @@ def a_size_that_is_checked(_: Any, x: Tensor) -> Any:
 
 # Operators, types, the model's own errors
 
-untyped: Any = torch.library  # as torch leaves this part of it
+untyped: Any = torch.library  # torch has no types for this part
 library = untyped.Library("refused", "FRAGMENT")
 library.define("shapeless(Tensor x) -> Tensor")
 library.impl("shapeless", lambda x: x.clone(), "CPU")
@@ -517,7 +516,7 @@ def an_error_of_its_own(_: Any, x: Tensor) -> Any:
     return x @ torch.ones(9)
 
 
-# What is captured as it is
+# Captured without changes
 
 
 def a_print(_: Any, x: Tensor) -> Any:

@@ -1,5 +1,6 @@
-"""Models whose gradients torch.export alone would get wrong, or would refuse: name -> a function
-that builds one.
+"""Models that torch.export alone would reject or give wrong gradients.
+
+Each has a name and a function that builds it.
 """
 
 # mypy: allow-untyped-calls
@@ -25,7 +26,7 @@ def model(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Scaled(torch.autograd.Function):
-    """The identity, with a gradient of its own."""
+    """The identity with a custom gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Several(torch.autograd.Function):
-    """Three outputs, one of them not differentiable, and an argument that is no tensor."""
+    """Has three outputs, one of them not differentiable, and an argument that is not a tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +57,7 @@ class Several(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """The straight-through estimator, with a setup_context."""
+    """The straight-through estimator, with a `setup_context`."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def function_that_the_module_holds() -> nn.Module:
 
 
 class Holds(nn.Module):
-    """Holds an `apply` as an attribute of its class."""
+    """Has an `apply` as a class attribute."""
 
     kept = Scaled.apply
 
@@ -129,7 +130,7 @@ def function_that_a_class_holds() -> nn.Module:
 
 
 class Powered(torch.autograd.Function):
-    """With a default, and a gradient that is not the power's own."""
+    """Has an argument with a default, and a gradient that is not that of the product."""
 
     @staticmethod
     def forward(x: Tensor, factor: float = 2.0) -> Tensor:

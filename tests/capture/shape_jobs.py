@@ -1,4 +1,4 @@
-"""Losses that restrict their inputs' sizes, each at a line that is marked."""
+"""Losses that restrict the sizes of their inputs, each at a marked line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainload.capture.job.definition import Job
 
 
 class Parts(nn.Module):
-    """What the losses below are made of."""
+    """The layers and parameters of the losses below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def asked(output: Callable[[Any, Batch], Any], *names: str, dynamic: Any = None)
 
 
 def line_of(output: Callable[..., Any]) -> tuple[str, str]:
-    """Place and source of the line that is marked "the line"."""
+    """Return the place and source of the line that is marked "the line"."""
     lines, first = inspect.getsourcelines(output)
     number = next(i for i, line in enumerate(lines) if "# the line" in line)
     return f"{os.path.relpath(str(inspect.getsourcefile(output)))}:{first + number}", lines[

@@ -1,5 +1,6 @@
-"""A model of any width and depth, with or without values: a step of attention-like layers, tied
-weights, buffers, dropout.
+"""A model of any width and depth, with or without values.
+
+It has attention-like layers, tied weights, buffers and dropout.
 """
 
 from __future__ import annotations

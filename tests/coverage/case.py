@@ -1,4 +1,4 @@
-"""What a case of the coverage suite is."""
+"""Cases of the coverage suite."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ class Case:
     """One trainable model and loss, built from code with seeded weights.
 
     Attributes:
-        name: unique; what the table's row is called.
-        family: the name of its `Family`.
-        build: makes the job. Called under one seed, it makes the same job each time, and imports
-            what it needs itself.
-        refused: why no sound capture of it exists, so that the freeze must refuse it; "": it must
+        name: unique name; that of the row in the table.
+        family: name of its `Family`.
+        build: makes the job. Called with the same seed, it makes the same job, and it imports what
+            it
+            needs.
+        refused: why no correct capture exists, so that a freeze must reject the case; "" if it must
             be captured.
-        gap: why it is not captured yet, though a sound capture exists. Such a case may be refused,
-            and may pass one day.
+        gap: why it is not captured yet, although a correct capture exists. Such a case may be
+            rejected, and may pass in the future.
         mixes_rows: a row's result depends on the other rows of its call (batch statistics, in-batch
-            negatives), so that two workers of half the rows each compute the mean over the halves,
-            as eager data parallel training does.
-        stacks: how many times the rows stand in a random value whose first dim is longer than the
-            batch: views that are stacked.
+            negatives), so that two workers with half the rows each compute the mean over the
+            halves,
+            like eager data-parallel training.
+        stacks: how many times the rows occur in a random value whose first dim is longer than the
+            batch, as with stacked views.
         note: what a reader of the table should know.
     """
 
@@ -50,13 +52,13 @@ class Case:
     stacks: int = 1
 
     def job(self) -> Job:
-        """The job, the same at every call."""
+        """Make the job; every call makes the same one."""
         torch.manual_seed(20_261)
         return self.build()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of every case: the suite is about gradients. One group for each dtype."""
+    """Return the optimizer of all cases, with one group per dtype. The suite is about gradients."""
     dtypes = dict.fromkeys(p.dtype for p in model.parameters())
     return torch.optim.SGD(
         [{"params": [p for p in model.parameters() if p.dtype is dtype]} for dtype in dtypes],
@@ -70,15 +72,15 @@ def make_job(
     loss: Callable[[nn.Module, Batch], Any] | None,
     **options: Any,
 ) -> Job:
-    """A job of one case. loss: None where the model returns it."""
+    """Return the job of a case. `loss` is None if the model returns it."""
     return Job(model=model, batch=batch, loss=loss, optimizer=sgd, **options)
 
 
 class Family:
-    """Collects a file's cases.
+    """Collects the cases of a file.
 
-    `add(name, ...)` decorates a function that returns (model, batch, loss) or a Job; its
-    docstring's first line is the case's note.
+    `add(name, ...)` decorates a function that returns (model, batch, loss) or a Job; the first line
+    of its docstring is the note of the case.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,7 +96,7 @@ class Family:
         mixes_rows: bool = False,
         stacks: int = 1,
     ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-        """Registers the decorated builder under `name`."""
+        """Register the decorated builder under `name`."""
 
         def register(build: Callable[[], Any]) -> Callable[[], Any]:
             note = (build.__doc__ or "").strip().splitlines()
@@ -121,10 +123,10 @@ def _as_job(built: Any) -> Job:
 
 
 class Small(nn.Module):
-    """A linear layer, `middle(self, hidden)`, and another linear layer: (rows, WIDTH) -> (rows,
-    WIDTH).
+    """A linear layer, `middle(self, hidden)`, and another linear layer.
 
-    Further parameters, modules and buffers are given by name.
+    The input and the output are (rows, WIDTH). Further parameters, modules and buffers are passed
+    by name.
     """
 
     def __init__(self, middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor) -> None:
@@ -144,7 +146,7 @@ class Small(nn.Module):
 
 
 def mean_square(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over rows of a smooth function of the output."""
+    """Return the mean over rows of a smooth function of the output."""
     out: Tensor = model(batch["x"])
     return (out.float().square() + out.float()).flatten(1).mean(1).mean()
 
@@ -152,17 +154,17 @@ def mean_square(model: nn.Module, batch: Batch) -> Tensor:
 def small(
     middle: Callable[[Any, Tensor], Any], **parts: nn.Module | Tensor
 ) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss) of `Small`."""
+    """Return (model, batch, loss) of `Small`."""
     return Small(middle, **parts), {"x": torch.randn(ROWS, WIDTH)}, mean_square
 
 
 def sequences(model: nn.Module) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss) over sequences (rows, TIME, WIDTH)."""
+    """Return (model, batch, loss) over sequences (rows, TIME, WIDTH)."""
     return model, {"x": torch.randn(ROWS, TIME, WIDTH)}, mean_square
 
 
 class Over(nn.Module):
-    """forward is a function of (model, x); parts are given by name."""
+    """A module whose forward is a function of (model, x); parts are passed by name."""
 
     def __init__(self, function: Any, **parts: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""All cases of the suite, in the table's order.
+"""All cases of the suite, in the order of the table.
 
-Importing this imports neither transformers nor timm.
+Importing this module imports neither transformers nor timm.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ CASES: tuple[Case, ...] = tuple(case for module in FAMILIES for case in module.F
 
 
 def case_named(name: str) -> Case:
-    """The case of this name.
+    """Return the case with this name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no case has this name.
     """
     return {case.name: case for case in CASES}[name]

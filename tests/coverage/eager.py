@@ -1,6 +1,4 @@
-"""A training step by eager PyTorch, from the case's own source: what everything else is compared
-with.
-"""
+"""A training step in eager PyTorch from the case's own source, the reference of all comparisons."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ ROW = 0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A loss, the weight that its mean was taken over, gradients by parameter (of the mean), and
-    buffers after the step.
+    """A loss with its weight, the gradients, and the buffers after the step.
+
+    The loss is a mean with this weight; gradients are those of the mean, by parameter.
     """
 
     loss: Tensor
@@ -39,24 +38,25 @@ class Step:
 
 
 def resized(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """The batch with `rows` rows: its own, again and again."""
+    """Return the batch with `rows` rows, by repeating its own."""
     return {
         name: value[torch.arange(rows) % value.shape[0]].clone() for name, value in batch.items()
     }
 
 
 def is_static(job: Job) -> bool:
-    """Whether the job fixes its number of rows."""
+    """Return whether the job fixes its number of rows."""
     return any(dims.get(0) is Dim.STATIC for dims in job.dynamic.values())
 
 
 def eager_step(case: Case, rows: int) -> Step:
-    """One step of a newly made model on `rows` rows; where it draws random numbers, on those that a
-    step graph would draw.
+    """Run one step of a new model on `rows` rows.
+
+    If it draws random numbers, they are those that a step graph would draw.
     """
     state = torch.random.get_rng_state()
-    # eager's own control-flow operators compile; what was compiled for other rows does not know the
-    # mode below
+    # Eager's own control-flow operators compile. A version that was compiled for other rows does
+    # not know the mode below.
     torch.compiler.reset()
     step = _step(case, rows, None)
     if step.random:
@@ -72,7 +72,7 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
     job = arranged(case.job())
     model = job.model.train()
     batch = resized(leaves_of(job.batch), rows)
-    # as in a captured graph; the cache alone moves bf16 gradients by 1e-3
+    # As in a captured graph. The cache alone changes bf16 gradients by 1e-3.
     torch.set_autocast_cache_enabled(False)
     before = torch.random.get_rng_state()
     try:
@@ -97,9 +97,9 @@ def _step(case: Case, rows: int, draws: StatelessDraws | None) -> Step:
 def cond_of_python(
     pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()
 ) -> Any:
-    """torch.cond as its documentation defines it.
+    """Compute torch.cond as its documentation defines it.
 
-    In training torch's own rejects branches that write to buffers.
+    torch's own rejects branches that write to buffers in training.
     """
     return (true_fn if pred else false_fn)(*operands)
 

@@ -1,9 +1,8 @@
-"""What a process does that has the wheel, its dependencies and packages, and nothing of the suite:
-stages loaded, joint, two workers.
+"""Stages of a process that has only the wheel, its dependencies and packages.
 
-Run as a script: `python elsewhere.py FOLDER...`. Each folder holds `case.tl`, `batch.safetensors`
-and `request.json`; the answers are `joint.safetensors` and `answer.json`. It imports nothing of
-tests/.
+The stages are loaded, joint and two workers. Run as a script: `python elsewhere.py FOLDER...`. Each
+folder holds `case.tl`, `batch.safetensors` and `request.json`; the results are `joint.safetensors`
+and `answer.json`. It imports nothing from tests/.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def run_graph(
     outputs: tuple[Port, ...],
     values: Mapping[str, Tensor],
 ) -> Values:
-    """Runs a graph on values by "role/name", and names what comes out alike."""
+    """Run a graph on values named "role/name", and return its outputs with such names."""
     with torch.no_grad():
         results = module(*(values[f"{p.role.value}/{p.name}"] for p in inputs))
     return {f"{p.role.value}/{p.name}": r for p, r in zip(outputs, results, strict=True)}
@@ -51,7 +50,7 @@ def run_graph(
 def inputs_of(
     package: Package, batch: Mapping[str, Tensor], *, seed: int, step: int, row: int, scale: float
 ) -> Values:
-    """A training graph's inputs, by "role/name": weights from the package."""
+    """Return the inputs of a training graph by "role/name", with the weights of the package."""
     program = package.program()
     values = {
         f"parameter/{p.name}": program.state[p.name]
@@ -76,7 +75,7 @@ def one_worker(
     request: Mapping[str, Any],
     row: int = 0,
 ) -> Values:
-    """Outputs of a whole call. Gradients are those of scale * weight * loss."""
+    """Return the outputs of a whole call. Gradients are those of scale * weight * loss."""
     values = inputs_of(
         package, batch, seed=request["seed"], step=request["step"], row=row, scale=request["scale"]
     )
@@ -86,8 +85,9 @@ def one_worker(
 def halves_of_one_worker(
     package: Package, step: StepGraph, batch: Mapping[str, Tensor], request: Mapping[str, Any]
 ) -> Values:
-    """What two workers ought to find together, by one: sums of weight * loss, weight and gradients
-    over both halves.
+    """Compute on one worker what two workers should compute together.
+
+    The result is the sums of weight * loss, weight and gradients over both halves.
     """
     rows = next(iter(batch.values())).shape[0]
     totals: Values = {}
@@ -112,9 +112,9 @@ def two_workers(
     request: Mapping[str, Any],
     folder: Path,
 ) -> tuple[float, float]:
-    """Two gloo ranks take half of the rows each.
+    """Run two gloo ranks, each with half of the rows.
 
-    Returns: relative differences of the loss and of all gradients to one worker's.
+    Returns: the relative differences of the loss and of all gradients from those of one worker.
     """
     rows = next(iter(batch.values())).shape[0]
     plan = make_plan(package, Cluster(devices_per_node=WORLD), "zero0", global_batch=rows)
@@ -147,7 +147,7 @@ def two_workers(
         return out
 
     sys.stdout.flush()
-    child = os.fork()  # it has the package and the graph already
+    child = os.fork()  # the child inherits the package and the graph
     if child == 0:
         status = 1
         try:
@@ -180,9 +180,9 @@ def two_workers(
 
 
 def visit(folder: Path) -> dict[str, Any]:
-    """Runs the stages for one folder.
+    """Run the stages for one folder.
 
-    Returns: stage -> {"seconds", "error"}, and what was measured.
+    Returns: stage -> {"seconds", "error"}, and the measured differences.
     """
     request = json.loads((folder / "request.json").read_text())
     batch = load_file(folder / "batch.safetensors")

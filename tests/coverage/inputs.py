@@ -1,4 +1,4 @@
-"""What a batch may hold, and what stands around it."""
+"""Contents of a batch, and ways to call a model with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ add = FAMILY.add
 
 
 class Two(nn.Module):
-    """One linear layer over whatever `pick` makes of the batch."""
+    """One linear layer on the result of `pick` for the batch."""
 
     def __init__(self, pick: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Two(nn.Module):
 
 
 def two(pick: Any, call: Any, **options: Any) -> Any:
-    """A job over the columns a and b: `call(model, batch)` calls the model, which picks."""
+    """Return a job over the columns a and b, whose loss calls the model by `call(model, batch)`."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         out: Tensor = call(model, batch).square().mean(1).mean()

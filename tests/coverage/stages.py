@@ -1,4 +1,4 @@
-"""Takes one case through all stages."""
+"""Runs a case through all stages."""
 
 from __future__ import annotations
 
@@ -50,35 +50,40 @@ STAGES = (
 PASSED, FAILED, REFUSED, SKIPPED = "passed", "failed", "refused", "skipped"
 NOT_RUN = "not run"
 INTERPRETED = "interpreted"
-"""State of the stage "compiled": a graph could not be compiled, or its results differed, and the
-run interpreted it.
+"""State of the stage "compiled" if the run interpreted a graph.
+
+The graph could not be compiled, or its results differed.
 """
 ROWS_COMPARED, ROWS_AGAIN, ROWS_SHARED = 11, 13, 6
-"""Rows of the comparison with eager, of the one of another size, and of the two-worker step.
+"""Numbers of rows of the comparison with eager, of a second one, and of the two-worker step.
 
-Primes: see `StatelessDraws`.
+The first two are primes, see `StatelessDraws`.
 """
 FULL, LOW, AUTOCAST = 3e-5, 5e-3, 2e-2
-"""Greatest relative L2 difference of a loss or gradient: in float32, where something computes in 16
-bits, and under autocast to bfloat16, where almost all does (a rounding is up to 0.004).
+"""Maximum relative L2 difference of a loss or gradient.
+
+The values are for computations in float32, with parts in 16 bits, and under autocast to bfloat16,
+which computes almost everything in 16 bits (rounding errors are up to 0.004).
 """
 FURTHER = 1.5
-"""Under autocast a larger difference is accepted if the distance from eager in float32 is at most
-this multiple of eager's own.
+"""Maximum ratio of our distance from eager in float32 to that of eager under autocast.
+
+A difference above the tolerance is accepted if the ratio is at most this.
 """
 NOISE = 1e-2
-"""Gradients below this part of all gradients' norm are compared with that part: some are zero but
-for rounding (a bias before a norm).
+"""Lower bound of a gradient's norm in comparisons, as a fraction of the norm of all gradients.
+
+Some gradients are zero up to rounding errors (a bias before a norm).
 """
 ELSEWHERE = Path(__file__).with_name("elsewhere.py")
 Outcome = dict[str, Any]
 
 
 def run_case(case: Case, folder: Path, environment: Environment) -> Outcome:
-    """Runs every stage.
+    """Run every stage.
 
     Args:
-        case: what to run.
+        case: the case.
         folder: a new folder for it.
         environment: where the package is opened without the case's source.
 
@@ -100,9 +105,9 @@ def run_case(case: Case, folder: Path, environment: Environment) -> Outcome:
 
 
 def outcome(stages: Mapping[str, Outcome], extra: Mapping[str, Any]) -> Outcome:
-    """The record of a case, with stages that were not reached.
+    """Return the record of a case, including stages that were not reached.
 
-    It names no folders of this machine.
+    It contains no paths of this machine.
     """
     left = {"state": SKIPPED, "seconds": 0.0, "error": ""}
     named = {name: dict(stages.get(name, left)) for name in STAGES}
@@ -116,18 +121,18 @@ def outcome(stages: Mapping[str, Outcome], extra: Mapping[str, Any]) -> Outcome:
 
 
 def with_every_stage(found: Outcome) -> Outcome:
-    """The record of a case, with stages that there were not when it was run."""
+    """Return the record of a case, including stages that did not exist when it was run."""
     lacking: Outcome = {"state": NOT_RUN, "seconds": 0.0, "error": ""}
     return {**found, "stages": {name: found["stages"].get(name, lacking) for name in STAGES}}
 
 
 def lacks_a_stage(found: Outcome) -> bool:
-    """Return whether the record of a case has no result for some stage."""
+    """Return whether the record of a case lacks the result of a stage."""
     return any(stage["state"] == NOT_RUN for stage in found["stages"].values())
 
 
 def without_folders(text: str) -> str:
-    """A message whose paths begin in the repository or in the folder of installed packages."""
+    """Shorten the paths in a message to start in the repository or in site-packages."""
     return re.sub(
         r"[^\s\"'`]*/(?:site-packages|tests(?=/coverage/)|src(?=/trainload/))/", _shortened, text
     )
@@ -139,9 +144,9 @@ def _shortened(found: re.Match[str]) -> str:
 
 
 def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict[str, Any]]:
-    """The stages that run beside the case's source.
+    """Run the stages that have access to the case's source.
 
-    "two_rows" in the second result: the others can follow.
+    The other stages can follow if the second result contains "two_rows".
     """
     stages: dict[str, Outcome] = {}
     folder.mkdir()
@@ -220,7 +225,7 @@ def before_elsewhere(case: Case, folder: Path) -> tuple[dict[str, Outcome], dict
 def after_elsewhere(
     case: Case, folder: Path, stages: dict[str, Outcome], extra: dict[str, Any]
 ) -> None:
-    """Reads what the other process found; compares its joint graph's values with eager's."""
+    """Read the results of the other process, and compare its joint graph's values with eager's."""
     answer = json.loads((folder / "answer.json").read_text())
     for name in ("loaded", "joint", "two workers"):
         if name in answer:
@@ -248,8 +253,9 @@ def after_elsewhere(
 
 
 def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: Path) -> Outcome:
-    """Trains a package for two steps of so many rows, compiled: as the run says, each graph is
-    compared with the interpreted one.
+    """Train a package, compiled, for two steps of `rows` rows.
+
+    The run compares each graph with the interpreted one.
     """
     start = time.perf_counter()
     save_file(resized(batch, rows), folder / "rows.safetensors")
@@ -258,7 +264,7 @@ def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: P
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=rows)
-            # of this case's process alone
+            # a cache for this case's process only
             os.environ["TRAINLOAD_CACHE_DIR"] = str(folder / "cache")
             trainload.launch(
                 package,
@@ -268,7 +274,7 @@ def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: P
                 backend="local",
                 steps=2,
             )
-    except DataError as error:  # data files hold no tensors of this dtype
+    except DataError as error:  # data files cannot hold tensors of this dtype
         return {"state": SKIPPED, "seconds": time.perf_counter() - start, "error": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
         return {
@@ -291,8 +297,9 @@ def compiled(package: Package, batch: Mapping[str, Tensor], rows: int, folder: P
 
 
 def in_bfloat16(case: Case, folder: Path, rows: int, precise: Mapping[str, Tensor]) -> Outcome:
-    """Freezes the same job under autocast to bfloat16, and compares its step graph with eager under
-    autocast. precise: as of `compare`.
+    """Freeze the job under autocast to bfloat16, and compare it with eager under autocast.
+
+    `precise`: as in `compare`.
     """
     start = time.perf_counter()
     lower = replace(case, build=lambda: under_autocast(case.build()))
@@ -327,7 +334,7 @@ def in_bfloat16(case: Case, folder: Path, rows: int, precise: Mapping[str, Tenso
 
 
 def under_autocast(job: Job) -> Job:
-    """The job with its loss, and the model's call within it, under autocast to bfloat16."""
+    """Return the job with its loss, and the model's call in it, under autocast to bfloat16."""
 
     def loss(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -347,17 +354,17 @@ def compare(
     names: Sequence[str],
     precise: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Step | None:
-    """Compares the package's step graph with eager on so many rows; one name: all of it is one
-    stage. None: it could not be run.
+    """Compare the package's step graph with eager on `rows` rows.
 
-    precise: eager's values in a higher precision than the case uses, if known.
+    With one name, the whole comparison is one stage. `precise` holds eager's values in a higher
+    precision than that of the case, if known. Returns None if eager or the graph could not be run.
     """
     start = time.perf_counter()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of compiling cond in eager
+            warnings.simplefilter("ignore")  # torch warns when it compiles cond in eager
             expected = eager_step(case, rows)
-        # the mean's gradient, rounded as eager's
+        # the gradient of the mean, rounded like eager's
         request = {"seed": SEED, "step": STEP, "scale": 1.0 / expected.weight}
         found = one_worker(package, step, resized(batch, rows), request, ROW)
     except Exception as error:  # noqa: BLE001 - whatever it raises is what the table tells
@@ -387,7 +394,7 @@ def compare(
 
 
 def values_of(step: Step) -> dict[str, Tensor]:
-    """The results of a step, named as those of a step graph."""
+    """Return the results of a step, named like those of a step graph."""
     named = {f"gradient/{n}": g for n, g in step.gradients.items()} | {
         f"buffer/{n}": b for n, b in step.buffers.items()
     }
@@ -400,7 +407,7 @@ def difference(
     tolerance: float,
     precise: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> str:
-    """Says what differs most; "": nothing. precise: as of `compare`."""
+    """Describe the largest difference; "" if there is none. `precise`: as in `compare`."""
     squares = [float(v.double().norm()) ** 2 for n, v in eager.items() if n.startswith("gradient/")]
     total = sum(squares) ** 0.5
     worst, where = 0.0, ""
@@ -453,13 +460,13 @@ def _apart(expected: Tensor, got: Tensor, floor: float) -> float:
 
 
 def computes_low(module: GraphModule) -> bool:
-    """Whether a graph computes in 16 bits somewhere."""
+    """Return whether a graph computes anything in 16 bits."""
     values = (node.meta.get("val") for node in module.graph.nodes)
     return any(isinstance(v, Tensor) and v.dtype in (torch.float16, torch.bfloat16) for v in values)
 
 
 def stage_of(trace: TracebackType | None) -> str:
-    """Which stage a freeze was in when it failed."""
+    """Return the stage in which a freeze failed."""
     stages = {
         "capture": "captured",
         "derive": "joint",

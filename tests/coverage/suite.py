@@ -1,9 +1,9 @@
-"""Runs the coverage suite and writes its table: `make coverage-suite`, or `python -m
-tests.coverage.suite --help`.
+"""Run the coverage suite and write its table.
 
-Each case has a process of its own, with a time limit: one that crashes or hangs is a row of the
-table. What needs a process without the case's source is done in an environment of the wheel and its
-dependencies, for several cases one after another. One chunk of cases runs on each core.
+Use `make coverage-suite`, or `python -m tests.coverage.suite --help`. Each case has its own process
+with a time limit, so that a case that crashes or hangs is a row of the table. Stages without the
+case's source run in an environment with only the wheel and its dependencies, for several cases in
+sequence. One chunk of cases runs on each core.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.laws.isolated import Environment, build_wheel, make_environment
 
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 LIMIT = 1200
-"""Seconds for one case beside its source, and for each case elsewhere.
+"""Time limit in seconds for a case with its source, and for each case elsewhere.
 
 Compiling a transformers model takes minutes.
 """
@@ -52,7 +52,7 @@ PRELOADED = ["trainload.freezing.freeze", "tests.coverage.stages"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 where every case is as it ought to be."""
+    """Run the suite. Return the exit status: 0 if every case has the expected result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="run the cases whose family or name matches"
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--missing", action="store_true", help="run only cases with stages that have no result"
     )
     parser.add_argument(
-        "--bad", action="store_true", help="run only cases that are not as they ought to be"
+        "--bad", action="store_true", help="run only cases without the expected result"
     )
     parser.add_argument(
         "--table", action="store_true", help="run nothing; write the table from the results"
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, keep: bool) -> None:
-    """Runs cases into `results`, and writes the results after every chunk."""
+    """Run cases, add the results to `results`, and write them after every chunk."""
     if not keep:
         results.clear()
     environment = make_environment(folder / "venv", build_wheel(folder / "wheel"))
@@ -130,7 +130,7 @@ def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, kee
                 json.dumps({"versions": versions(), "cases": ordered}, indent=1) + "\n"
             )
     finally:
-        pool.shutdown(cancel_futures=True)  # after an interrupt no other chunk begins
+        pool.shutdown(cancel_futures=True)  # after an interrupt, no other chunk is started
 
 
 def head_commit() -> str:
@@ -147,10 +147,9 @@ def head_commit() -> str:
 def run_chunk(
     cases: Sequence[Case], folder: Path, environment: Environment, context: ForkServerContext
 ) -> dict[str, Outcome]:
-    """Run some cases in a new folder: each beside its source, then all of them elsewhere; then
-    compare results.
+    """Run some cases in a new folder, and return their results by name.
 
-    Return them by name.
+    Each case is run with its source, then all of them elsewhere; finally results are compared.
     """
     folder.mkdir()
     results: dict[str, Outcome] = {}
@@ -203,9 +202,9 @@ def run_chunk(
 
 
 def visit(environment: Environment, folders: Sequence[Path], cwd: Path) -> None:
-    """The stages elsewhere.
+    """Run the stages that are elsewhere.
 
-    Where the process dies, the folders that have no answer are visited one by one.
+    If the process dies, the folders without a result are processed one by one.
     """
     left = list(folders)
     if left:
@@ -227,7 +226,7 @@ def _elsewhere(environment: Environment, folders: Sequence[Path], cwd: Path) -> 
 
 
 def _beside(name: str, folder: str) -> None:
-    """In the case's own process."""
+    """Run the first stages in the case's own process."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""docs/coverage.md: what the suite found, as a table."""
+"""Writes docs/coverage.md, the results of the suite as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.house.source import ROOT
 
 TABLE = ROOT / "docs" / "coverage.md"
 TORCH_SAMPLES = ROOT / "benchmarks" / "results" / "torch_samples.json"
-"""torch's version; test -> how many cases passed; the cases that failed."""
+"""File with torch's version, the number of passed cases of each test, and the failed cases."""
 _MARKS = {
     PASSED: "yes",
     FAILED: "**no**",
@@ -36,7 +36,7 @@ _MARKS = {
     NOT_RUN: NOT_RUN,
 }
 _BESIDE = "bfloat16"
-"""This stage is counted separately."""
+"""A stage that is counted separately."""
 _MEANINGS = {
     "captured": (
         "`trainload.freeze` captured it, replayed the capture against eager on two batch sizes, and"
@@ -66,7 +66,7 @@ _MEANINGS = {
         " (twice the tolerance)"
     ),
 }
-"""Columns of the table of stages: `passed` means this."""
+"""Columns of the table of stages: the meaning of `passed`."""
 _HEAD = """# Coverage
 
 Which models can be frozen, and does the package compute what eager PyTorch computes?
@@ -99,12 +99,12 @@ a gap or a fault: the model should be captured and is not (yet).
 
 
 def ought(case: Case) -> str:
-    """What should become of a case."""
+    """Return the expected result of a case."""
     return REFUSED if case.refused else PASSED
 
 
 def became(found: Mapping[str, Any]) -> str:
-    """What became of it: passed; refused by the freeze; failed."""
+    """Return the result of a case: passed, refused by the freeze, or failed."""
     states = [found["stages"][name]["state"] for name in STAGES if name != _BESIDE]
     if REFUSED in states:
         return REFUSED
@@ -112,20 +112,20 @@ def became(found: Mapping[str, Any]) -> str:
 
 
 def bad(case: Case, found: Mapping[str, Any]) -> bool:
-    """Whether a case is not as it ought to be. A known gap need not pass."""
+    """Return whether a case lacks the expected result. A known gap need not pass."""
     return became(found) != ought(case) and not is_gap(case, found)
 
 
 def is_gap(case: Case, found: Mapping[str, Any]) -> bool:
-    """Whether a case does not pass that is known not to be captured yet.
+    """Return whether a case does not pass because it is known not to be captured yet.
 
-    One with wrong gradients is none.
+    A case with wrong gradients is not a gap.
     """
     return bool(case.gap) and became(found) != PASSED and not wrong_gradients(found)
 
 
 def wrong_gradients(found: Mapping[str, Any]) -> bool:
-    """Whether a package was written that trains something else than eager."""
+    """Return whether a package was written whose training differs from eager."""
     return any(
         found["stages"][name]["state"] == FAILED for name in ("loss", "gradients", "dynamic batch")
     ) or (
@@ -134,7 +134,7 @@ def wrong_gradients(found: Mapping[str, Any]) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """What the results depend on beside the code."""
+    """Return the versions that the results depend on, in addition to the code."""
     found = {"python": platform.python_version(), "cores": str(len(os.sched_getaffinity(0)))}
     for name in ("torch", "transformers", "timm"):
         try:
@@ -145,7 +145,7 @@ def versions() -> dict[str, str]:
 
 
 def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None:
-    """Writes docs/coverage.md. `used`: the `versions` that the results were found with."""
+    """Write docs/coverage.md. `used` are the `versions` of the results."""
     from tests.coverage import stages
 
     meanings = "\n".join(f"| {stage} | {meaning} |" for stage, meaning in _MEANINGS.items())
@@ -209,7 +209,7 @@ def _summary(results: Mapping[str, Outcome], used: Mapping[str, str]) -> str:
 
 
 def _torch_samples() -> str:
-    """What became of torch's own databases: `tests/torch_samples` notes it."""
+    """Return the results on torch's own databases, as written by `tests/torch_samples`."""
     found = json.loads(TORCH_SAMPLES.read_text())
     counts = found["passed"]
     finite, nan = (

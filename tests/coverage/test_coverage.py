@@ -1,4 +1,4 @@
-"""A few cases of the coverage suite through all stages, and its page."""
+"""A few cases of the coverage suite in all stages, and the suite's page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFUSALS = ("if on a value of the batch", "a write to a parameter in forward")
 
 @pytest.fixture(scope="module")
 def outcomes(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Name -> what became of the case."""
+    """Name -> result of the case."""
     folder = tmp_path_factory.mktemp("coverage")
     told = {
         name: (folder / str(number), *before_elsewhere(case_named(name), folder / str(number)))

@@ -1,5 +1,6 @@
-"""A small job whose step graph has everything that a rewrite must keep apart, and its run on
-ranks.
+"""A small job and its runs on ranks.
+
+Its step graph has all constructs that a rewrite must distinguish.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ Arguments = dict[str, Tensor]
 
 
 class Model(nn.Module):
-    """Tied embeddings, dropout of a (time, rows, width) value, a frozen scale, a parameter that the
-    loss misses, a count.
+    """Tied embeddings, dropout of a (time, rows, width) value, a frozen scale, and a counter.
+
+    One parameter is not used by the loss.
     """
 
     count: Tensor
@@ -85,7 +87,7 @@ def make_batch(rows: int = ROWS, seed: int = 0) -> Arguments:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 16, (2, rows, TIME), generator=generator)
     kept = (torch.rand(rows, TIME, generator=generator) < 0.7).float()
-    kept[:, 0] = 1.0  # no row without weight
+    kept[:, 0] = 1.0  # every row has a weight
     return {"tokens": tokens[0], "targets": tokens[1], "kept": kept}
 
 
@@ -100,7 +102,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def planned() -> tuple[Job, Program, Recipe, tuple[UpdateGraph, ...]]:
-    """The package as plans are made of it."""
+    """Return the job, its program, recipe and updates, from which plans are made."""
     torch.manual_seed(1)
     job = Job(
         model=Model(),
@@ -156,7 +158,7 @@ def make_plan(
 
 
 def flat_buckets(plan: Plan, state: Arguments) -> Arguments:
-    """Bucket -> the full flat tensor."""
+    """Return bucket -> the full flat tensor."""
     found = {}
     for bucket in plan.buckets:
         flat = torch.zeros(bucket.length, dtype=getattr(torch, bucket.dtype))
@@ -167,7 +169,7 @@ def flat_buckets(plan: Plan, state: Arguments) -> Arguments:
 
 
 def unflatten(plan: Plan, flats: Arguments) -> Arguments:
-    """Parameter -> tensor, out of full flat tensors."""
+    """Return parameter -> tensor, from full flat tensors."""
     return {
         s.parameter: flats[b.name][s.offset : s.offset + s.length].view(s.shape)
         for b in plan.buckets
@@ -183,7 +185,7 @@ def share(plan: Plan, flat: Tensor, rank: int) -> Tensor:
 
 
 def call(graph: RankGraph, values: Arguments) -> Arguments:
-    """Runs a graph on values by "role/name", and names what comes out alike."""
+    """Run a graph on values named "role/name", and return its outputs with such names."""
     arguments = [values[f"{p.role.value}/{p.name}"] for p in graph.inputs]
     with torch.no_grad():
         results = graph.module(*arguments)
@@ -200,7 +202,7 @@ def scalars(row: int, step: int = 0) -> Arguments:
 
 
 def everything(plan: Plan) -> Lacking:
-    """What the first update of a run makes."""
+    """Return everything that the first update of a run creates."""
     return Lacking(
         frozenset((b.name, g) for b in plan.buckets for g in b.groups),
         frozenset(b.name for b in plan.buckets),
@@ -208,7 +210,10 @@ def everything(plan: Plan) -> Lacking:
 
 
 def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
-    """One accumulated step: (this rank's synchronised flat gradients by bucket, totals)."""
+    """Run one accumulated step.
+
+    Returns: this rank's synchronized flat gradients by bucket, and totals.
+    """
     _, graph, _, _ = captured()
     values = {f"buffer/{n}": state[n] for n in ("count", "table")}
     for name, flat in flat_buckets(plan, state).items():
@@ -236,7 +241,10 @@ def run_rank(plan: Plan, rank: int, state: Arguments, step: int = 0) -> tuple[Ar
 
 
 def reference(state: Arguments, step: int = 0) -> tuple[Arguments, Tensor]:
-    """The whole batch through the step graph itself: (gradient by parameter, totals)."""
+    """Run the whole batch through the step graph itself.
+
+    Returns: gradients by parameter, and totals.
+    """
     _, graph, _, _ = captured()
     values = {f"parameter/{n}": t for n, t in state.items()} | {
         f"buffer/{n}": state[n] for n in ("count", "table")
@@ -267,17 +275,17 @@ CASES: list[tuple[Strategy, int, int, int]] = [
 ]
 """(strategy, accumulate, prefetch, bucket_bytes)"""
 WORLD = 4
-"""How many ranks each case has: hybrid two copies, on two ranks each."""
+"""Number of ranks of each case. Hybrid has two copies, each on two ranks."""
 ASKED = "asked.json"
 
 
 def write_asked(folder: Path, cases: Sequence[object]) -> None:
-    """Writes down for `rank_main` which cases it is asked for."""
+    """Write the cases that `rank_main` should run."""
     (folder / ASKED).write_text(json.dumps(cases))
 
 
 def prepare(_folder: Path) -> None:
-    """What the ranks have in common."""
+    """Compute what all ranks share."""
     captured()
 
 

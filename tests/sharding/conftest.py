@@ -1,5 +1,6 @@
-"""Processes on gloo, once for all tests that compare ranks; and a small package, for what plans say
-of any job.
+"""Gloo processes, shared by all tests that compare ranks, and a small package.
+
+The package serves tests of properties that plans of all jobs have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainload.sharding.planner.plan_source import Source
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder with what each rank found in each case that was selected."""
+    """A folder with the results of each rank in each selected case."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = [case for case in CASES if case in selected(request, "case")]
     write_asked(folder, cases)
@@ -30,17 +31,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture(scope="session")
 def frozen_gpt(gpt_source: Source) -> None:
-    """`given.captured` takes the GPT out of its package."""
+    """Makes `given.captured` read the GPT from its package."""
     given.FROZEN["gpt"] = gpt_source
 
 
 @pytest.fixture(scope="session")
 def small_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The small job, frozen. No test changes it."""
+    """The frozen small job. No test changes it."""
     return frozen_once(tmp_path_factory, "small", small_job)
 
 
 @pytest.fixture(scope="session")
 def small_source(small_package: Package) -> Source:
-    """It as plans are made of it, so that they derive and divide its graphs once."""
+    """The small package as a source of plans, so that they derive and divide its graphs once."""
     return Source(small_package)

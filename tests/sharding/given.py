@@ -1,4 +1,4 @@
-"""What step graphs are given in tests of their rewritings."""
+"""Jobs and inputs of step graphs for tests of their rewriting."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ SCALARS = {Role.SEED: 5, Role.STEP: 3, Role.ROW: 0}
 
 
 class Masked(nn.Module):
-    """Attention under a mask that the data give, and a loss of which some positions do not
-    count.
-    """
+    """Attention with a mask from the data, and a loss that ignores some positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ class Moving(nn.Module):
 
 
 class NormFirst(nn.Module):
-    """A model that begins with a norm of the data. Nothing needs the gradient of the data."""
+    """A model that starts with a norm of the data, whose gradient nothing needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ class NormFirst(nn.Module):
 
 
 def regression(model: Callable[[], nn.Module], positions: int) -> Job:
-    """A job of a model that gives so many positions for eight."""
+    """Return a job of a model that returns `positions` positions for eight."""
     torch.manual_seed(0)
     made = model()
     batch = {"x": torch.randn(3, 8, 16), "y": torch.randn(3, positions, 16)}
@@ -105,7 +103,7 @@ OWN: dict[str, Callable[[], Job]] = {
     "moving": lambda: regression(Moving, 24),
     "norm first": lambda: regression(NormFirst, 8),
 }
-"""Jobs that are not of the coverage suite."""
+"""Jobs that are not in the coverage suite."""
 
 
 def job_of(case: str) -> Job:
@@ -113,7 +111,7 @@ def job_of(case: str) -> Job:
 
 
 def value(port: Port, job: Job, state: dict[str, Tensor], constants: Any, rank: int = 0) -> Tensor:
-    """What a step graph is given, whole."""
+    """Return the full value of an input of a step graph."""
     match port.role:
         case Role.PARAMETER | Role.BUFFER:
             return state[port.name].clone()
@@ -132,22 +130,22 @@ def value(port: Port, job: Job, state: dict[str, Tensor], constants: Any, rank: 
 
 
 def captured_step(job: Job) -> tuple[Program, StepGraph]:
-    """A job's program, and its step graph on a CPU."""
+    """Return a job's program, and its step graph on a CPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the models
+        warnings.simplefilter("ignore")  # warnings of the models
         program = capture(job)
     return program, derive(program, "train", torch.device("cpu"))
 
 
 FROZEN: dict[str, Source] = {}
-"""Jobs whose packages are there: reading one takes a tenth of the time of capturing the job."""
+"""Jobs with a package: reading one takes a tenth of the time of capturing the job."""
 
 
 @functools.cache
 def captured(case: str) -> tuple[Job, Program, StepGraph]:
-    """A job with its program and its step graph, which the test files of one process share.
+    """Return a job with its program and its step graph, shared by the test files of a process.
 
-    Nobody changes them.
+    No test changes them.
     """
     job = job_of(case)
     if case in FROZEN:
@@ -163,8 +161,10 @@ def distances(
     rank: int,
     world: int,
 ) -> dict[str, float]:
-    """How far each output of a partitioned step graph, `steps[1]`, is from what one rank has of the
-    whole graph's: relative to its greatest element.
+    """Return how far each output of a partitioned step graph is from that of the whole graph.
+
+    `steps` are the whole graph and the partitioned one. Each distance is relative to the largest
+    element of a rank's part of the whole output.
     """
     whole_step, part = steps
     state = dict(program.state)

@@ -1,5 +1,6 @@
-"""A job as small as one can be whose plans have every axis: what plans, candidates and commands say
-of a job does not need a GPT.
+"""A minimal job whose plans have every axis.
+
+Tests of what plans, candidates and commands report do not need a GPT.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ ROWS = 8
 
 
 class Model(nn.Module):
-    """Two equal blocks, one for each of two stages, with features and positions to divide, and a
-    parameter that both stages use.
+    """Two equal blocks, one for each of two stages, with features and positions to divide.
+
+    One parameter is used by both stages.
     """
 
     def __init__(self) -> None:

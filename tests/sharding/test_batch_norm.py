@@ -1,5 +1,6 @@
-"""Batch norms over the rows of two ranks: outputs, gradients and running statistics of one process
-that has all rows.
+"""Batch norms over the rows of two ranks compute what one process computes for all rows.
+
+This holds for outputs, gradients and running statistics.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Net(nn.Module):
-    """(rows, 3, 6, 6) -> (rows, 4): batch norms of images and of features, with and without
-    weights, and one that tracks nothing.
+    """Batch norms of images and of features: (rows, 3, 6, 6) -> (rows, 4).
+
+    One of them has no weights and tracks no statistics.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -101,7 +103,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outputs(
     ranks: Path, dtype: torch.dtype, rank: int
 ) -> tuple[dict[Port, Tensor], dict[Port, Tensor]]:
-    """Of the whole graph, and of this rank's."""
+    """Return the outputs of the whole graph, and those of this rank."""
     found: dict[str, dict[Port, Tensor]] = {"whole": {}, "local": {}}
     for key, tensor in load_file(ranks / f"{dtype}-{rank}.safetensors").items():
         kind, role, name = key.split("/")
@@ -139,7 +141,7 @@ def test_low_precision_is_reckoned_in_float32(ranks: Path) -> None:
     for port, value_of_all in whole.items():
         if port.role is Role.GRADIENT:
             together = first[port] + second[port]
-            # a bias before a norm has none
+            # a bias before a norm has a gradient of zero
             assert (together - value_of_all).norm() <= 0.02 * value_of_all.norm() + 1e-4, port
 
 

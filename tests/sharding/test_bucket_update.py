@@ -1,4 +1,4 @@
-"""The update of a rank's buckets, and what no rank can do by itself."""
+"""The update of a rank's buckets, and computations that no rank can do alone."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_running_statistics_become_the_mean_over_ranks() -> None:
         for n in graph.module.graph.nodes
         if n.target is torch.ops._c10d_functional.all_reduce.default
     ]
-    # the totals, the running mean, the running variance; the count is the same on every rank
+    # The totals, the running mean and the running variance. The count is equal on all ranks.
     assert len(reduced) == 3
 
 

@@ -1,4 +1,4 @@
-"""The laws of buckets."""
+"""Invariants of buckets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Ranks whose collectives do not meet are found before they hang: every seeded fault of a rank's
-graph is.
+"""Mismatched collectives of ranks are found before they hang.
+
+Every fault that is injected into a rank's graph is found.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ def collectives(graph: GraphModule) -> list[Node]:
 
 
 def drop(graph: GraphModule, rng: random.Random) -> None:
-    """Take what goes in for what comes out, where the shapes allow it: such as an all-reduce left
-    out.
-    """
+    """Replace an all-reduce by its input."""
     node = rng.choice([n for n in collectives(graph) if n.target is C10D.all_reduce.default])
     (wait,) = node.users
     wait.replace_all_uses_with(node.all_input_nodes[0])
@@ -54,7 +53,7 @@ def drop(graph: GraphModule, rng: random.Random) -> None:
 
 
 def reorder(graph: GraphModule, rng: random.Random) -> None:
-    """Move a collective to its neighbour's other side."""
+    """Move a collective behind its neighbor."""
     found = collectives(graph)
     differ = [
         (a, b)
@@ -72,13 +71,13 @@ def reorder(graph: GraphModule, rng: random.Random) -> None:
 
 
 def after(node: Node, other: Node) -> bool:
-    """Whether a node may stand after another: nobody between them uses it."""
+    """Return whether a node may be moved after another: no node between them uses it."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     return all(order[user] > order[other] for user in node.users)
 
 
 def resize(graph: GraphModule, rng: random.Random) -> None:
-    """Send half as much again."""
+    """Send twice as many elements."""
     node = rng.choice(collectives(graph))
     (source,) = node.all_input_nodes
     with graph.graph.inserting_before(node):
@@ -90,7 +89,7 @@ def resize(graph: GraphModule, rng: random.Random) -> None:
 
 
 def regroup(graph: GraphModule, rng: random.Random) -> None:
-    """Talk to other ranks: within the node in place of across, or the other way."""
+    """Use the other group: within the node instead of across nodes, or vice versa."""
     node = rng.choice([n for n in collectives(graph) if n.args[-1] in (SHARD, REPLICATE)])
     other = REPLICATE if node.args[-1] == SHARD else SHARD
     node.args = (*node.args[:-1], other)
@@ -109,7 +108,7 @@ def retype(graph: GraphModule, rng: random.Random) -> None:
 
 
 def repeat(graph: GraphModule, rng: random.Random) -> None:
-    """Do one twice."""
+    """Repeat a collective."""
     node = rng.choice(collectives(graph))
     with graph.graph.inserting_after(node):
         again = graph.graph.node_copy(node)
@@ -118,19 +117,19 @@ def repeat(graph: GraphModule, rng: random.Random) -> None:
 
 
 def reduce_otherwise(graph: GraphModule, rng: random.Random) -> None:
-    """Take the greatest in place of the sum."""
+    """Reduce by the maximum instead of the sum."""
     node = rng.choice([n for n in collectives(graph) if "sum" in n.args])
     node.args = tuple("max" if a == "sum" else a for a in node.args)
 
 
 def demand_sound(graphs: Sequence[GraphModule], plan: Plan) -> None:
-    """What workers do before they begin."""
+    """Apply the check that workers make before they start."""
     found = {graph: calls_of({"train": graph}, plan) for graph in graphs}
     check_meeting([found[graph] for graph in graphs], plan)
 
 
 def exchange(graph: GraphModule, rng: random.Random) -> None:
-    """Send two values of one size in each other's place: nobody hangs."""
+    """Swap two values of the same size that are sent: no rank hangs."""
     sources: dict[tuple[object, ...], list[Node]] = {}
     for node in collectives(graph):
         sources.setdefault((node.target, node.args[1:], node.meta["val"].shape), []).append(node)
@@ -149,7 +148,7 @@ def exchange(graph: GraphModule, rng: random.Random) -> None:
 
 
 def compute_otherwise(graph: GraphModule, rng: random.Random) -> None:
-    """Call the same collectives on something else."""
+    """Call the same collectives on another value."""
     node = rng.choice([n for n in graph.graph.nodes if n.target is torch.ops.aten.mul.Tensor])
     node.target = torch.ops.aten.add.Tensor
 

@@ -1,4 +1,4 @@
-"""What a graph holds while it runs, beside what torch's allocator writes down of the same call."""
+"""Memory that a graph holds while it runs, compared with torch's allocator in the same call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call_of(case: str, step: StepGraph) -> Callable[[], Any]:
 def test_the_peak_is_what_the_allocator_measures(case: str, how: Recompute) -> None:
     step = recomputed(captured(case)[2], how)
     call = call_of(case, step)
-    call()  # what kernels keep from their first call on is not the graph's
+    call()  # memory that kernels keep after their first call is not the graph's
     assert held(step.module).peak == pytest.approx(peak_bytes(call), rel=0.02)
 
 

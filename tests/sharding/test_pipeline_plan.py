@@ -1,4 +1,4 @@
-"""Plans with a pipeline axis: meshes, entries edited by hand, estimates, commands."""
+"""Plans with a pipeline axis: meshes, manually edited entries, estimates, commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)
 
 @pytest.fixture(scope="module")
 def plan(gpt_source: Source) -> Plan:
-    """Two ranks of each axis."""
+    """A plan with two ranks on each axis."""
     return trainload.plan(gpt_source, EIGHT, "zero1", pipeline_ranks=2, tensor_ranks=2)
 
 

@@ -1,6 +1,4 @@
-"""Plans: their degrees and process groups, what they cost by their own account, and which are
-refused.
-"""
+"""Plans: their degrees and process groups, their estimated costs, and rejected plans."""
 
 from __future__ import annotations
 

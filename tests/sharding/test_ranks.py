@@ -1,4 +1,4 @@
-"""Rewritten graphs on four real ranks give what one process gives."""
+"""Rewritten graphs on four real ranks compute the same values as one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainload.sharding.plans.plan import Plan
 from trainload.sharding.plans.strategies import Strategy
 from trainload.sharding.rewriting.rewrite import update_length
 
-pytestmark = pytest.mark.slow  # law 3 has two ranks in every run of the suite
+pytestmark = pytest.mark.slow  # test_law_3.py runs two ranks in every run of the suite
 
 Case = tuple[Strategy, int, int, int]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
@@ -39,7 +39,7 @@ def found(folder: Path, case: Case) -> list[dict[str, Tensor]]:
 
 
 def gathered(folder: Path, case: Case, kind: str) -> dict[str, Tensor]:
-    """Parameter -> tensor, out of the ranks' slices."""
+    """Return parameter -> tensor, from the slices of the ranks."""
     plan, parts = plan_of(case), found(folder, case)
     flats = {}
     for bucket in plan.buckets:

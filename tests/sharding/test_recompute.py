@@ -1,4 +1,4 @@
-"""Recomputation that a plan asks for: the same values to the bit, and less kept."""
+"""Recomputation in a plan gives bitwise equal values, and less is kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = (
 
 
 class Layers(nn.Module):
-    """(rows, 64) -> 0-dim, through twelve layers that each keep several values."""
+    """Twelve layers that each keep several values: (rows, 64) -> 0-dim."""
 
     def __init__(self) -> None:
         super().__init__()

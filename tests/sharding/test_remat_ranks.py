@@ -1,5 +1,6 @@
-"""A model with checkpoints under ZeRO-3: two ranks compute one process's gradients, from weights
-that backward gathers for itself.
+"""Models with checkpoints under ZeRO-3: two ranks compute the gradients of one process.
+
+Backward gathers the weights for recomputation itself.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def plan_of(world: int) -> Plan:
 
 
 def run_rank(graph: RankGraph, plan: Plan, rank: int) -> dict[str, Tensor]:
-    """Bucket -> the rank's share of its flat gradient."""
+    """Return bucket -> the rank's share of its flat gradient."""
     program, _ = captured()
     rows = ROWS // plan.world_size
     values: dict[tuple[Role, str], Tensor] = {

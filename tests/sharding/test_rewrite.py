@@ -1,4 +1,4 @@
-"""What a rewritten graph holds, seen in the graph itself, and what it computes on one device."""
+"""The nodes of a rewritten graph, and its results on one device."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def calls(graph: RankGraph, target: object) -> list[Node]:
 
 
 def source(node: Node) -> Node:
-    """What a collective works on."""
+    """Return the operand of a collective."""
     (found,) = node.all_input_nodes
     return found
 
 
 def gathers(graph: RankGraph) -> tuple[list[str], list[str]]:
-    """Buckets gathered before and after the backward part begins."""
+    """Return the buckets gathered before and after the start of the backward part."""
     nodes = list(graph.module.graph.nodes)
     middle = next(i for i, n in enumerate(nodes) if n.name == TANGENT)
     forward = [source(n).name for n in nodes[:middle] if n.target is GATHER]
@@ -96,7 +96,7 @@ def test_one_device_needs_no_collectives(strategy: Strategy) -> None:
 
 def test_zero0_reduces_each_trained_bucket_once() -> None:
     plan, graph = rewritten("zero0")
-    assert len(calls(graph, REDUCE)) == trained(plan) + 1  # and the totals
+    assert len(calls(graph, REDUCE)) == trained(plan) + 1  # one is for the totals
     assert calls(graph, GATHER) == calls(graph, SCATTER) == []
 
 
@@ -114,7 +114,7 @@ def test_zero3_scatters_each_trained_bucket_once() -> None:
 @pytest.mark.parametrize("strategy", ["zero0", "zero1"])
 def test_gradients_stay_local_until_the_last_microbatch(strategy: Strategy) -> None:
     _, graph = rewritten(strategy, Phase.ACCUMULATE)
-    assert len(calls(graph, REDUCE)) == 1  # the totals
+    assert len(calls(graph, REDUCE)) == 1  # for the totals
     assert calls(graph, SCATTER) == []
 
 
@@ -213,8 +213,8 @@ def test_a_gather_starts_so_many_buckets_ahead(prefetch: int) -> None:
         started += node.target is GATHER
         if node.target is C10D.wait_tensor.default and source(node).target is GATHER:
             used += 1
-            # A linear layer uses two buckets at once here, its weight's and its bias's: one more
-            # may be on its way.
+            # A linear layer uses two buckets at once here, those of its weight and bias, so one
+            # more gather may have started.
             assert min(total, used + prefetch) <= started <= used + prefetch + 1
 
 

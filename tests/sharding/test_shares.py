@@ -18,7 +18,7 @@ from trainload.sharding.rewriting.shares import fill_share, fill_whole
 
 @st.composite
 def divided(draw: st.DrawFn) -> tuple[torch.Tensor, Shard, int]:
-    """A parameter of distinct elements, and a way to divide it."""
+    """Return a parameter with distinct elements, and a way to divide it."""
     ranks, blocks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -27,11 +27,11 @@ def divided(draw: st.DrawFn) -> tuple[torch.Tensor, Shard, int]:
 
 
 PIECES = st.sampled_from([1, 7, shares.PIECE])
-"""Elements that are looked at together."""
+"""Number of elements that are processed together."""
 
 
 def filling(tensor: torch.Tensor) -> Callable[[int, torch.Tensor], None]:
-    """Reads elements of a flattened tensor, from `low` on."""
+    """Return a function that reads elements of the flattened tensor, starting at `low`."""
 
     def fill(low: int, into: torch.Tensor) -> None:
         into.copy_(tensor.flatten()[low : low + len(into)])

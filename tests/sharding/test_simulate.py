@@ -1,5 +1,6 @@
-"""Every rank of a plan is gone through without a cluster, and a pipeline whose ranks would not meet
-is refused.
+"""A simulation runs every rank of a plan without a cluster.
+
+It rejects pipelines whose ranks would not match.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def source(small_source: Source) -> Source:
 
 @pytest.fixture(scope="module")
 def piped(small_source: Source) -> Simulation:
-    """Two stages, each of two tensor ranks and two data ranks."""
+    """Two stages, each with two tensor ranks and two data ranks."""
     cluster = trainload.Cluster(devices_per_node=8)
     return simulate(
         small_source,
@@ -72,7 +73,7 @@ def test_a_plan_for_another_package_is_refused(source: Source, piped: Simulation
         simulate(source, piped.plan.model_copy(update={"package": "0" * 64}))
 
 
-# One rank among eight whose messages, or whose graph, is another
+# One of eight ranks has other messages, or another graph
 
 
 def drop(messages: Messages, rng: random.Random) -> Messages:
@@ -131,7 +132,7 @@ def test_a_rank_with_the_graphs_of_another_stage_is_found(piped: Simulation) -> 
         check_meeting(everyones, plan)
 
 
-# Orders of a pipeline, as somebody's edit could leave them
+# Orders of a pipeline after faulty manual edits
 
 
 def drop_action(rows: Rows, rng: random.Random) -> None:

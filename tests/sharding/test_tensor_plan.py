@@ -1,4 +1,4 @@
-"""Plans with a tensor axis: meshes, entries edited by hand, estimates, commands."""
+"""Plans with a tensor axis: meshes, manually edited entries, estimates, commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EIGHT = trainload.Cluster(nodes=2, devices_per_node=4)
 
 @pytest.fixture(scope="module")
 def plan(gpt_source: Source) -> Plan:
-    """Two ranks of the tensor axis, four of the data axis, two of which share a copy."""
+    """A plan with two tensor ranks and four data ranks, two of which share a copy."""
     return trainload.plan(gpt_source, EIGHT, "hybrid", tensor_ranks=2)
 
 

@@ -1,5 +1,6 @@
-"""Counts what becomes of torch's databases, for docs/coverage.md: `make coverage-suite`, or `python
--m tests.torch_samples.count`.
+"""Count the results on torch's databases for docs/coverage.md.
+
+Run by `make coverage-suite`, or by `python -m tests.torch_samples.count`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tests.coverage.table import TORCH_SAMPLES
 
 
 class Outcomes:
-    """A plugin of pytest that notes what became of each case."""
+    """A pytest plugin that records the result of each case."""
 
     def __init__(self) -> None:
         self.passed: Counter[str] = Counter()
         self.failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for each phase of each test."""
+        """Record the report of one phase of a test."""
         test = report.nodeid.rpartition("::")[2]
         if report.failed:
             self.failed.append(test)
@@ -32,7 +33,7 @@ class Outcomes:
 
 
 def main() -> int:
-    """Run the tests and write the page. Exit status: 0 where every case passed."""
+    """Run the tests and write the page. Return the exit status: 0 if all cases passed."""
     found = Outcomes()
     pytest.main(
         ["-q", "-n", "2", "-p", "no:cacheprovider", str(Path(__file__).parent)], plugins=[found]

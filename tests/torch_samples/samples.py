@@ -1,8 +1,7 @@
-"""Jobs of torch's own databases: every module with its sample inputs, and every optimizer with its
-sets of options.
+"""Jobs from torch's own databases: all modules with sample inputs, all optimizers with option sets.
 
-torch tests itself with them (`torch.testing._internal`), so they hold what its maintainers think of
-as ordinary and as odd.
+torch tests itself with them (`torch.testing._internal`), so they hold what its maintainers consider
+to be ordinary cases and edge cases.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from trainload import Job
 from trainload.capture.job.inputs import leaves_of
 
 SAMPLES = 3
-"""So many of a module's samples are tried: a loss has up to 857, for every way of reducing every
-shape.
+"""Maximum number of samples per module.
+
+A loss has up to 857, for every reduction of every shape.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSample:
-    """A sample of a module: `number` is its place among the module's samples."""
+    """A sample of a module: `number` is its index among the samples of the module."""
 
     module: str
     number: int
@@ -43,7 +43,7 @@ class ModuleSample:
 
 @dataclass(frozen=True, slots=True)
 class OptionSet:
-    """Options of an optimizer: `number` is their place among the optimizer's sets."""
+    """Options of an optimizer: `number` is their index among the option sets of the optimizer."""
 
     optimizer: str
     number: int
@@ -54,11 +54,10 @@ class OptionSet:
 
 
 class Sampled(nn.Module):
-    """A module whose first floating-point input, and whose output, is scaled by a parameter, so
-    that one without parameters trains too.
+    """A module whose first floating-point input and whose outputs are scaled by a parameter.
 
-    What it returns has a bounded gradient, however large the module's outputs are: four updates do
-    not diverge.
+    So a module without parameters can be trained too. The gradient of the result is bounded for
+    outputs of any size: four updates do not diverge.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,7 +87,7 @@ class Sampled(nn.Module):
 
 
 def module_samples() -> list[ModuleSample]:
-    """Return the samples that are tried, `SAMPLES` of each module at most."""
+    """Return the selected samples, at most `SAMPLES` of each module."""
     return [
         ModuleSample(info.name, number)
         for info in module_db
@@ -97,9 +96,7 @@ def module_samples() -> list[ModuleSample]:
 
 
 def option_sets() -> list[OptionSet]:
-    """Return every set of options of the optimizers that need neither a closure nor sparse
-    gradients.
-    """
+    """Return all option sets of optimizers that need neither a closure nor sparse gradients."""
     return [
         OptionSet(name, number, options.desc)
         for name, info in _optimizers().items()
@@ -109,11 +106,10 @@ def option_sets() -> list[OptionSet]:
 
 
 def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
-    """Return a job that trains a module on its sample's input. Two of one sample begin with the
-    same weights.
+    """Return a job that trains a module on its sample's input.
 
-    The rows are in a dim whose size most of the inputs have; an input that has no such dim is
-    declared to be shared.
+    Jobs of the same sample start with the same weights. The rows are in a dim whose size most of
+    the inputs have; an input without such a dim is declared as shared.
 
     Args:
         sample: one of `module_samples`.
@@ -130,7 +126,7 @@ def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
     }
     leaves = leaves_of(batch)
     rows = _rows(leaves)
-    if rows is None:  # scalars alone
+    if rows is None:  # only scalars
         batch["row"], rows = torch.ones(2), 2
         leaves = leaves_of(batch)
     dims = {
@@ -161,8 +157,9 @@ def job_of_module(sample: ModuleSample, *, static: bool = False) -> Job:
 
 
 def job_of_optimizer(options: OptionSet) -> Job:
-    """Return a job that trains matrices (and vectors, where the optimizer takes them) under a set
-    of options.
+    """Return a job that trains matrices, and vectors if the optimizer supports them.
+
+    The optimizer has this set of options.
     """
     torch.manual_seed(0)
     info = _optimizers()[options.optimizer]
@@ -187,9 +184,7 @@ def job_of_optimizer(options: OptionSet) -> Job:
 
 
 def _rows(leaves: Mapping[str, Tensor]) -> int | None:
-    """Return a size that most inputs have, in their leading dim rather than elsewhere; None where
-    none has a dim.
-    """
+    """Return a size that most inputs have, preferably of the leading dim; None without dims."""
     leading = Counter(leaf.shape[0] for leaf in leaves.values() if leaf.ndim)
     if not leading:
         return None
@@ -221,7 +216,7 @@ def _optimizers() -> dict[str, OptimizerInfo]:
 
 @functools.cache
 def _inputs(name: str) -> list[ModuleInput]:
-    """The samples of a module. They are drawn, so that each call would give others."""
+    """Return the samples of a module, cached because each call would draw others."""
     info = _modules()[name]
     torch.manual_seed(0)
     make: Callable[..., Any] = info.module_inputs_func
@@ -233,16 +228,15 @@ def _inputs(name: str) -> list[ModuleInput]:
 
 
 def has_fixed_rows(sample: ModuleSample) -> bool:
-    """Return whether a sample's leading dim means something to its module (channels, features), so
-    that it cannot change.
+    """Return whether a sample's leading dim has a meaning for its module and cannot change.
+
+    Examples are channels and features.
     """
     return sample.number in _FIXED_ROWS.get(sample.module.removeprefix("nn."), ())
 
 
 def gives_nan(sample: ModuleSample) -> bool:
-    """Return whether a module gives NaN on its sample: it takes roots or logarithms of negative
-    numbers.
-    """
+    """Return whether a module gives NaN on its sample, as roots of negative numbers do."""
     return str(sample) in _NAN
 
 
@@ -256,7 +250,7 @@ _FIXED_ROWS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("GRUCell", "LSTMCell"), (0, 1)),
     "CTCLoss": (0,),
 }
-"""Module -> numbers of its samples."""
+"""Module -> indices of its samples."""
 _NAN = frozenset(
     {
         "nn.LPPool1d-0",

@@ -26,11 +26,11 @@ from trainload.capture.job.leading_rows import arranged
 from trainload.core.errors import CaptureError, DivergedError
 
 pytestmark = [
-    # what a TransformerEncoder says of its options
+    # a TransformerEncoder warns about its options
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-    # the scale of a floating-point input that only masks
+    # the scale of a floating-point input that is only a mask
     pytest.mark.filterwarnings("ignore:1 parameters get no gradient"),
-    # what a KLDivLoss says of its default
+    # a KLDivLoss warns about its default
     pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]
@@ -39,7 +39,7 @@ MODULES = list(dict.fromkeys(sample.module for sample in FINITE))
 
 
 def stateless(job: Job, step: int, rows: int) -> AbstractContextManager[Any]:
-    """Let eager PyTorch draw what a package draws."""
+    """Make eager PyTorch draw the same random numbers as a package."""
     return StatelessDraws(job.seed, step, 0, rows, static=is_static(job))
 
 

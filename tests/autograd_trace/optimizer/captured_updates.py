@@ -1,4 +1,4 @@
-"""Updates that are captured for a small model, and their comparison with the optimizer itself."""
+"""Updates captured for a small model, and their comparison with the optimizer itself."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WHOLE: dict[str, Make] = {
 
 
 class Normalised(optim.Optimizer):
-    """A step along the gradient's direction: every element depends on the norm of all."""
+    """Steps along the direction of the gradient: every element depends on the norm of all."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -85,7 +85,7 @@ class Normalised(optim.Optimizer):
 
 
 class Shaped(Normalised):
-    """Decays matrices only, by looking at the shape."""
+    """Applies weight decay to matrices only, which it recognizes by their shape."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
@@ -95,7 +95,7 @@ class Shaped(Normalised):
 
 
 class Counting(optim.Optimizer):
-    """Counts in a Python number, and reckons with it as optimizers out there do."""
+    """Counts in a Python number and computes with it like third-party optimizers."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "beta": 0.9})
@@ -118,7 +118,7 @@ class Counting(optim.Optimizer):
 
 
 class Prepared(optim.Optimizer):
-    """Makes its state in the constructor, out of an option."""
+    """Creates its state in the constructor, from an option."""
 
     def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "decay": decay})
@@ -135,7 +135,7 @@ class Prepared(optim.Optimizer):
 
 
 class InOptions(Normalised):
-    """Counts in the group's options, and marks there that it has begun."""
+    """Counts in the group's options, and sets a flag there in the first step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
@@ -153,7 +153,10 @@ def capture_of_the_model() -> Program:
 def captured(
     program: Program, make: Make, *, quiet: bool = False, **options: Any
 ) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
-    """`quiet`: parameters that the optimizer lacks are no matter."""
+    """Capture the recipe and updates of an optimizer for the model.
+
+    `quiet` ignores the warning that the optimizer lacks parameters.
+    """
     given: Job = job(Model(), optimizer=lambda m: make(m.parameters()), **options)
     with warnings.catch_warnings():
         if quiet:
@@ -163,21 +166,21 @@ def captured(
 
 @functools.cache
 def of_each_element(name: str) -> UpdateGraph:
-    """The update of an optimizer of `ELEMENTWISE`, captured once for all tests of it."""
+    """Return the update of an optimizer of `ELEMENTWISE`, captured once for all tests."""
     (update,) = captured(capture_of_the_model(), ELEMENTWISE[name])[1]
     return update
 
 
 @functools.cache
 def adafactor() -> tuple[Recipe, tuple[UpdateGraph, ...]]:
-    """Adafactor's groups and updates, with a schedule."""
+    """Return the recipe and updates of Adafactor with a schedule."""
     return captured(
         capture_of_the_model(), WHOLE["Adafactor"], schedule=lambda step: 1 / (step + 1), steps=4
     )
 
 
 def compare(update: UpdateGraph, make: Make, shape: tuple[int, ...], tolerance: float) -> None:
-    """Five steps on a parameter of a shape, beside torch's own optimizer."""
+    """Check that five steps on a parameter of this shape equal those of torch's own optimizer."""
     torch.manual_seed(2)
     real = torch.randn(shape)
     flat = real.clone() if update.shape is not None else real.clone().flatten()

@@ -1,5 +1,6 @@
-"""Changes that an optimizer factory makes to the model are captured; parameters that it leaves out
-are not trained.
+"""Capture of an optimizer factory's changes to the model, and of parameters that it leaves out.
+
+Parameters that are in no optimizer are not trained.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def test_a_factory_that_makes_no_optimizer_is_refused_before_the_capture(tmp_pat
         trainload.freeze(job(lambda model: None, Fails()), tmp_path / "job.tl")
 
 
-@pytest.mark.slow  # the tied one is the harder case
+@pytest.mark.slow  # The case of tied parameters is the harder one
 @pytest.mark.filterwarnings("ignore:.*are in no optimizer")
 def test_an_optimizer_of_the_head_trains_the_head_alone(tmp_path: Path) -> None:
     assert_trains_as_eager(job(trains_the_head), {"x": rows()}, tmp_path)

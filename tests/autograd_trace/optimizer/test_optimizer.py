@@ -1,4 +1,4 @@
-"""Update graphs are torch.optim's own steps."""
+"""Update graphs are the steps of torch.optim."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ def test_an_update_of_each_element_by_itself_runs_on_any_slice_as_its_optimizer_
 @one_of_each_family
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_learning_rate_of_zero_moves_nothing(name: str) -> None:
-    """As the first step of a warmup, with elements that get no gradient (an embedding's rows that
-    the batch lacks).
+    """The first step of a warmup has such a learning rate.
+
+    Half of the elements get no gradient, like rows of an embedding that are not in the batch.
     """
     update = of_each_element(name)
     start, gradient = torch.randn(12), torch.cat([torch.zeros(6), torch.ones(6)])
     moved, *_ = update.first.module()(start, gradient, torch.tensor(0.0), ())
-    # the first one's steps are sizes of its own, the second has a least rate
+    # Rprop has step sizes of its own, and the other one has a minimum rate.
     if name not in ("Rprop", "a count in Python"):
         assert torch.equal(moved, start)
     assert bool(moved.isfinite().all())
@@ -114,7 +115,7 @@ def test_state_of_a_shape_of_its_own_is_described() -> None:
 
 
 def test_a_large_parameter_is_compared_on_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a CPU takes long for Muon's products in bfloat16
+    # Muon's products in bfloat16 are slow on a CPU.
     monkeypatch.setattr(update_graph, "_CHECKED_ELEMENTS", 2**12)
     parameter = nn.Parameter(torch.empty(4096, 1024, device="meta"))
     captured = GraphCapture(

@@ -1,6 +1,4 @@
-"""What an optimizer may keep from step to step, and what its Python numbers are while it is
-captured.
-"""
+"""State that an optimizer may keep between steps, and its Python numbers during capture."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def matrices(params: Any) -> list[Any]:
 
 @functools.cache
 def of_matrices(make: Make) -> UpdateGraph:
-    """The update of the model's matrices."""
+    """Return the update of the model's matrices."""
     (update,) = captured(capture_of_the_model(), lambda p: make(matrices(p)), quiet=True)[1]
     return update
 
@@ -160,7 +158,7 @@ def test_state_differs_with_the_shape_of_the_parameter(program: Program) -> None
 
 
 def test_what_a_group_of_large_parameters_does_is_tried_on_them() -> None:
-    """An update that small parameters would have on slices, and large ones have not."""
+    """Small parameters can be updated on slices, large ones cannot."""
     updates = []
     for size in (8, 24):
         given = job(

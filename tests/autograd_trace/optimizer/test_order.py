@@ -15,8 +15,10 @@ c10d = torch.ops._c10d_functional
 
 
 def dropped(x: Tensor, weight: Tensor, key: Tensor) -> list[Tensor]:
-    """A sum over ranks, and a dropout whose mask is computed from each element's number, in loops
-    of other dims than the sum's.
+    """Return a sum over ranks with dropout, and the mask of the dropout.
+
+    The mask is computed from the index of each element, in loops over other dims than those of the
+    sum.
     """
     partial = torch.mm(x, weight).view(-1, 16, 32)
     whole = c10d.wait_tensor(c10d.all_reduce(partial, "sum", "trainload.tensor"))

@@ -1,4 +1,4 @@
-"""A job's numbers as a recipe."""
+"""Recipes hold the numbers of a job."""
 
 from __future__ import annotations
 

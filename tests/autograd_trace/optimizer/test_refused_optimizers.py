@@ -1,4 +1,4 @@
-"""Optimizers whose update cannot be a graph are refused, with the parameter or line to blame."""
+"""Optimizers whose update cannot be a graph are rejected with the parameter or line at fault."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Joint(Normalised):
 
 
 class Estimating(Normalised):
-    """Keeps a number in the group's options that all of its parameters have a part in."""
+    """Keeps a number in the group's options that depends on all of its parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
@@ -61,7 +61,7 @@ class Slowing(Normalised):
 
 
 class Looping(Normalised):
-    """Takes as many steps as a value says."""
+    """Takes as many steps as the norm of the gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
@@ -72,7 +72,7 @@ class Looping(Normalised):
 
 
 class Untraceable(Normalised):
-    """Raises an error without a text where it is traced."""
+    """Raises an error without a message when traced."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         if torch.compiler.is_exporting():
@@ -81,7 +81,7 @@ class Untraceable(Normalised):
 
 
 class Listing(Normalised):
-    """Keeps a set."""
+    """Keeps a set in its state."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
@@ -92,7 +92,7 @@ class Listing(Normalised):
 
 
 class Remembering(Normalised):
-    """Slows down with every step, by a count that is no part of its state."""
+    """Slows down with every step, by a count that is not part of its state."""
 
     calls = 0
 
@@ -151,7 +151,7 @@ def by_place(model: Any) -> optim.Optimizer:
 
 
 class Telling(optim.SGD):
-    """Moves parameters that `is_fast` chooses five times as far."""
+    """Moves parameters for which `is_fast` is true five times as far."""
 
     def __init__(
         self, is_fast: Callable[[dict[str, Any], int, Tensor], bool], parameters: Any

@@ -1,4 +1,4 @@
-"""What a round of the loop calls, and on which batches."""
+"""Calls in a round of the training loop, and their batches."""
 
 from __future__ import annotations
 

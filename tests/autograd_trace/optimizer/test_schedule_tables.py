@@ -1,4 +1,4 @@
-"""A schedule is a table of each group's learning rates."""
+"""Schedules are tables of the learning rates of each group."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_scheduler_is_tabulated_as_it_runs_for_each_group(program: Program, na
         return optim.SGD(parameter_groups(model, {"*.bias": {"lr": 0.3}}, rest={"lr": 0.1}))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's schedulers warn of one another
+        warnings.simplefilter("ignore")  # torch's schedulers warn when they are combined
         recipe, _ = optimizer_of(
             job(Model(), optimizer=make, schedule=SCHEDULERS[name], steps=6), program
         )

@@ -1,4 +1,4 @@
-"""An update that branches in Python on values is captured with all ways through its branches."""
+"""Updates that branch on values in Python are captured with all paths through their branches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from trainload.core.errors import CaptureError
 
 STEPS = 12
 FEW = 2
-"""The most ways that are taken where a test sets so: each of them is traced, and `MOST_WAYS` of
-them take long.
+"""Maximum number of paths in tests that set it: every path is traced, so `MOST_WAYS` would be slow.
 """
 Change = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
@@ -42,12 +41,12 @@ class Branching(optim.Optimizer):
 
 
 def warmed(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """A smaller step at first, as rectified Adam."""
+    """Take smaller steps at first, like rectified Adam."""
     p.sub_(moved if state["step"] > 5 else moved * 0.1)
 
 
 def looking_ahead(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """Every third step goes back to a slow copy, as Lookahead."""
+    """Return halfway to a slow copy in every third step, like Lookahead."""
     p.sub_(moved)
     if state["step"] % 3 == 0:
         state["slow"].lerp_(p, 0.5)
@@ -55,7 +54,7 @@ def looking_ahead(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
 
 
 def nested(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """A branch within a branch, the inner one by `.item()`."""
+    """Branch within a branch, the inner one on `.item()`."""
     if state["step"] < 7:
         if (moved.sum() > 0).item():
             p.sub_(moved)
@@ -66,18 +65,18 @@ def nested(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
 
 
 def trusted(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """A trust ratio unless a norm is zero, as LARS."""
+    """Scale the step by a trust ratio unless a norm is zero, like LARS."""
     norm, size = p.norm(), moved.norm()
     p.sub_(moved * (norm / size if norm > 0 and size > 0 else 1.0))
 
 
 def sized(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """By the number of elements."""
+    """Scale the step by the number of elements."""
     p.sub_(moved / p.numel())
 
 
 def projected(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """Matrices are held to their length, on some values only, as AdamP does it."""
+    """Restore the norm of a matrix that grew too much, like AdamP."""
     before = p.norm()
     p.sub_(moved)
     if p.ndim > 1 and p.norm() > 1.05 * before:
@@ -85,7 +84,7 @@ def projected(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
 
 
 def many(p: Tensor, moved: Tensor, state: dict[str, Any]) -> None:
-    """More ways than a few."""
+    """Branch into more than `FEW` paths."""
     for power in range(FEW):
         if state["step"] > power:
             p.sub_(moved)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Run:
-    """What an interpreter gives a random operator, for rows in the first dim."""
+    """Arguments of a random operator from an interpreter, for rows in the first dim."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -117,7 +117,7 @@ def test_recurrent_dropout_stands_between_the_layers() -> None:
     dropped = RANDOM[aten.lstm.input](Run(5), x, state, *call, 0.5, True, False, True)
     for value, expected in zip(plain, (layers(x)[0], *layers(x)[1]), strict=True):
         torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(dropped[1][0], plain[1][0])  # the first layer's last state
+    torch.testing.assert_close(dropped[1][0], plain[1][0])  # the last state of the first layer
     assert not torch.allclose(dropped[0], plain[0])
 
 
@@ -159,7 +159,7 @@ def test_dropout_keeps_each_element_or_each_feature_with_its_probability(normal:
         out = drawn(operator, ones, 0.25, True)
         assert set(out.flatten().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
         assert abs(float((out == 0).float().mean()) - 0.25) < 0.02
-    assert torch.equal(out[..., 0], out[..., 1])  # of whole features
+    assert torch.equal(out[..., 0], out[..., 1])  # whole features are dropped
     out, kept = RANDOM[aten.native_dropout.default](Run(4000), normal, 0.25, True)
     torch.testing.assert_close(out, torch.where(kept, normal / 0.75, torch.zeros(())))
 
@@ -191,7 +191,7 @@ UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda x: RANDOM[aten.rand.default](Run(len(x)), list(x.shape)),
     "rand_like": lambda x: drawn(aten.rand_like.default, x),
     "uniform_": lambda x: (drawn(aten.uniform_.default, x.clone(), -2.0, 4.0) + 2) / 6,
-    # by its distribution function
+    # mapped by its distribution function
     "exponential_": lambda x: 1 - (-3 * drawn(aten.exponential_.default, x.clone(), 3.0)).exp(),
 }
 NORMAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -238,9 +238,9 @@ def test_integers_are_drawn_evenly_between_their_bounds(normal: Tensor, name: st
 def test_attention_with_dropout_is_on_average_attention_without_it(masked: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 5, 8, generator=generator)
-    key, value = torch.randn(2, 1, 2, 5, 8, generator=generator)  # half as many heads
+    key, value = torch.randn(2, 1, 2, 5, 8, generator=generator)  # half as many heads as `query`
     seen = torch.rand(5, 5, generator=generator) > 0.4
-    seen[2] = False  # which looks nowhere
+    seen[2] = False  # this query attends to nothing
     mask = {"by booleans": seen, "by numbers": torch.where(seen, 0.5, float("-inf"))}.get(masked)
     options = {"is_causal": masked == "causally", "enable_gqa": True}
     whole = torch.nn.functional.scaled_dot_product_attention(

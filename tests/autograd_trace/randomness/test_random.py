@@ -1,4 +1,4 @@
-"""Stateless random numbers: uniform, independent, and the same however a batch is split."""
+"""Stateless random numbers are uniform, independent and the same however a batch is split."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Random numbers in step graphs: the same for a row however the batch is split, in backward too,
-and without a generator.
+"""Random numbers in step graphs depend on the row, not on how the batch is split.
+
+They are the same in backward, and need no generator.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from trainload.core.errors import CaptureError
 
 
 def recurrent(operator: Any, m: Model, x: Tensor) -> Tensor:
-    """Two layers with dropout between them, over two steps of four values each; the layers'
-    parameters are parts of `m`'s.
+    """Apply two layers with dropout between them to two time steps of four values each.
+
+    The parameters of the layers are slices of those of `m`.
     """
     gates = 4 if operator is torch.lstm else 3
     hidden = torch.zeros(2, x.shape[0], 2)
@@ -74,7 +76,7 @@ def in_a_loop(m: Any, x: Tensor) -> Tensor:
 
 
 def in_a_scan(m: Any, x: Tensor) -> Tensor:
-    """Over eight steps of time, with a carry for each row."""
+    """Scan over eight time steps, with a carry for each row."""
 
     def step(carry: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
         carry = functional.dropout(carry + entry, 0.5, m.training)
@@ -229,7 +231,7 @@ def test_a_split_batch_gives_the_gradients_of_the_whole(name: str) -> None:
     parts = [
         run(graph, program, {"x": batch["x"][s]}, row=s.start) for s in (slice(0, 2), slice(2, 6))
     ]
-    # something is drawn
+    # Random numbers are drawn: other rows have another loss.
     assert not torch.equal(run(graph, program, batch, row=6)["loss/loss"], whole["loss/loss"])
     for key, value in whole.items():
         if key.startswith("gradient/"):
@@ -286,9 +288,7 @@ def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -
     "name", [name for name in IN_CONTROL_FLOW if name != "alpha dropout in a scan"]
 )
 def test_what_a_body_draws_is_the_same_in_backward(name: str) -> None:
-    """By Euler's theorem: a loss that is linear in its parameters is their product with its
-    gradient.
-    """
+    """The gradient times the parameters is the loss, which is linear in them (Euler's theorem)."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         total: Tensor = IN_CONTROL_FLOW[name](model, model.first(batch["x"])).sum()

@@ -1,4 +1,4 @@
-"""Every example of docs/capture.md fails or works as it says."""
+"""Every example of docs/capture.md fails or works as documented."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORKING = [code for _, code in WORKS]
 
 @pytest.fixture
 def job_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Job]:
-    """Runs an example as a file, and makes its job."""
+    """Function that runs an example as a file, and makes its job."""
     counter = itertools.count()
 
     def make(code: str) -> Job:
@@ -67,7 +67,7 @@ def job_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], J
     return make
 
 
-@pytest.mark.matrix("0 *", "8 *")  # test_errors.py has a model for each cause
+@pytest.mark.matrix("0 *", "8 *")  # test_errors.py covers every cause
 @pytest.mark.parametrize(
     ("anchor", "code"), FAILS, ids=[f"{n} {anchor}" for n, (anchor, _) in enumerate(FAILS)]
 )

@@ -1,4 +1,4 @@
-"""A model that cannot be captured gets one page that names its line, the cause and the rewrite."""
+"""A model that cannot be captured gets one page with its line, the cause and the rewrite."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ every = pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.function.
 
 @functools.cache
 def error_of(case: Refused) -> CaptureError:
-    """What the freeze of such a model raises."""
+    """Return the error that capturing such a model raises."""
     model = Model(case.function, gain=nn.Parameter(torch.ones(8)), seen=torch.zeros(8))
     parts: Any = model
     parts.calls, parts.history = 0, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CaptureError) as raised:
-            capture(job(model), strict=False)  # the strict mode takes some of them
+            capture(job(model), strict=False)  # the strict mode captures some of them
     return raised.value
 
 
 def blamed(case: Refused) -> tuple[int, str]:
-    """The line that is to blame and the expression in it, from the comment above it."""
+    """Return the line at fault and the expression in it, from the comment above it."""
     lines, first = inspect.getsourcelines(case.function)
     number, line = next((n, line) for n, line in enumerate(lines, first) if "# -> " in line)
     return number + 1, line.partition("# -> ")[2].strip()
@@ -155,9 +155,9 @@ PASTED = {
 
 @pytest.mark.matrix("an if with an else", "an assertion")
 @pytest.mark.parametrize("name", PASTED)
-# not every statement uses the model's gain
+# Not every statement uses the model's gain.
 @pytest.mark.filterwarnings("ignore:1 parameters get no gradient")
-# torch's own, in torch.cond
+# torch itself causes this warning in torch.cond.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_pasted_rewrite_mends_the_model_and_computes_the_same(name: str, tmp_path: Path) -> None:
     statements = PASTED[name]
@@ -178,7 +178,7 @@ def test_a_pasted_rewrite_mends_the_model_and_computes_the_same(name: str, tmp_p
 
 
 def function_of(statements: str, path: Path) -> Any:
-    """A function of (m, x) with these statements, the first one in line 5 of a file."""
+    """Return a function of (m, x) with these statements; the first one is in line 5 of a file."""
     path.write_text(
         "import copy\n"
         "import numpy as np\n"
@@ -192,7 +192,7 @@ def function_of(statements: str, path: Path) -> Any:
 
 
 def replaced(statements: str, line: int, pasted: str) -> str:
-    """`statements` with the one that begins at `line` replaced."""
+    """Return `statements` with the one that begins at `line` replaced."""
     lines = statements.splitlines(keepends=True)
     end = line + 1
     while end < len(lines) and (lines[end].startswith("     ") or lines[end].strip() == "else:"):
@@ -277,7 +277,7 @@ def test_a_part_of_the_search_that_fails_does_not_hide_the_first_cause(
     assert [f.cause for f in raised_by(refused.an_if).findings] == ["data-dependent-branch"]
 
 
-@pytest.mark.slow  # what is printed beside the page harms nothing
+@pytest.mark.slow  # output next to the page is harmless
 def test_the_search_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     raised_by(refused.a_branch_on_the_size)
     printed = capfd.readouterr()

@@ -1,4 +1,4 @@
-"""The jobs of docs/graphs.md are captured, and their recipes made."""
+"""The jobs of docs/graphs.md can be captured, and their recipes built."""
 
 from __future__ import annotations
 

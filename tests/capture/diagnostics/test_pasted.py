@@ -1,5 +1,6 @@
-"""The code that stands in an error's page, written out of the user's own expressions: of each kind
-of statement, without a capture.
+"""The code in an error's page, written from the user's own expressions.
+
+Every kind of statement is covered, without a capture.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS = "in range(10):  # an upper bound of the number of iterations"
 
 
 def spot_in(source: str, path: Path) -> Spot:
-    """The expression between « and », which stand in one line of the body of a function."""
+    """Return the expression between « and », which are in one line of the body of a function."""
     lines = ["def middle(self, x, y, n):", *(f"    {line}" for line in source.splitlines())]
     number = next(at for at, line in enumerate(lines) if "«" in line)
     start, end = lines[number].index("«"), lines[number].index("»") - 1

@@ -1,5 +1,6 @@
-"""A job without values is captured in little memory, and only with the structure of a smaller job
-that was proven.
+"""A job without values is captured in little memory.
+
+Its structure must equal that of a smaller job that was proven.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ def proven() -> Program:
 
 @pytest.fixture(scope="module")
 def abstract(proven: Program) -> tuple[Program, AbstractProof]:
-    """The large job, captured as it is without values."""
+    """The large job, captured without values."""
     return capture_abstract(large(), proven)
 
 
 @pytest.fixture(scope="module")
 def in_turn() -> Program:
-    """A reduced job of layers of two kinds in turn."""
+    """A reduced job with alternating layers of two kinds."""
     return capture(small(depth=4, special=2))
 
 
@@ -90,10 +91,10 @@ def tell_what_hollow_takes() -> None:
 def test_a_hollow_model_takes_no_memory(tmp_path: Path) -> None:
     status, told = ran(tell_what_hollow_takes, cwd=tmp_path)
     assert status == 0, told
-    assert int(told) < 64 * 1024  # KiB, of 64 GiB of parameters
+    assert int(told) < 64 * 1024  # KiB, for 64 GiB of parameters
 
 
-# What is captured
+# Capture
 
 
 def test_an_abstract_program_has_the_shapes_and_no_state(
@@ -122,14 +123,14 @@ def test_a_parameter_is_trained_where_its_like_is(abstract: tuple[Program, Abstr
     assert [p.name for p in program.parameters if not p.trainable] == ["spare"]
 
 
-@pytest.mark.slow  # another width has their structure
+@pytest.mark.slow  # another width has the structure of these graphs
 def test_a_job_of_the_same_sizes_has_the_very_graphs(proven: Program) -> None:
     program, _ = capture_abstract(large(width=8, depth=2), proven)
     for name, graph in program.graphs.items():
         assert str(graph.exported.graph) == str(proven.graphs[name].exported.graph)
 
 
-@pytest.mark.slow  # rare: a model without values is made on the meta device
+@pytest.mark.slow  # rare: models without values are usually made on the meta device
 def test_a_model_of_fake_tensors_is_captured(proven: Program) -> None:
     with fake_mode():
         model = Stack(64, 3)
@@ -171,7 +172,7 @@ def test_a_model_that_cannot_be_traced_is_not_run(proven: Program) -> None:
 # Structures
 
 
-@pytest.mark.slow  # the proof of the large job has the structure of the reduced one
+@pytest.mark.slow  # the large job is proven by the structure of the reduced one
 @pytest.mark.parametrize("depth", [2, 3, 7, 16])
 def test_any_number_of_equal_layers_has_one_structure(depth: int, proven: Program) -> None:
     assert structure_of(capture_abstract(large(depth=depth), proven)[0]) == structure_of(proven)
@@ -184,7 +185,10 @@ def test_layers_of_two_kinds_in_turn_have_one_structure(depth: int, in_turn: Pro
 
 
 def under_autocast(depth: int, act: Callable[[Tensor], Tensor] = torch.relu) -> Job:
-    """As `small`: the layers' parameters are operands of one region, and the more the deeper."""
+    """Return the job `small` under autocast.
+
+    The parameters of the layers are operands of one region, whose number grows with the depth.
+    """
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -211,14 +215,14 @@ def test_any_number_of_layers_under_autocast_has_one_structure(region: Program) 
     assert difference(capture(under_autocast(3)), region) is None
 
 
-@pytest.mark.slow  # outside regions it is refused below
+@pytest.mark.slow  # tests below cover this outside of regions
 def test_another_activation_under_autocast_is_a_difference(region: Program) -> None:
     found = difference(capture(under_autocast(2, torch.tanh)), region)
     assert found is not None
     assert "tanh" in found.abstract
 
 
-@pytest.mark.slow  # other layers are refused below
+@pytest.mark.slow  # tests below cover other layers
 def test_layers_in_another_order_of_kinds_are_refused(in_turn: Program) -> None:
     text = refusal(large(depth=6, special=3), in_turn)
     assert "the eval graph, module blocks.*" in text
@@ -246,7 +250,7 @@ def test_another_parameter_is_refused_by_its_name(proven: Program) -> None:
     assert "parameter more" in refusal(job, proven)
 
 
-@pytest.mark.slow  # a parameter's record is compared whole, and by its name above
+@pytest.mark.slow  # parameters' records are compared as a whole; a test above compares their names
 def test_another_dtype_is_refused(proven: Program) -> None:
     job = large()
     job.model.bfloat16()
@@ -261,7 +265,7 @@ def test_a_tie_that_the_reduced_job_lacks_is_refused() -> None:
 
 
 class Restarting(Block):
-    """Adds to its last layer what it should add to its input."""
+    """Adds its residual to the output of its last layer instead of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down(self.act(self.up(self.norm(x))))
@@ -269,14 +273,14 @@ class Restarting(Block):
 
 
 class AlongTime(Block):
-    """Ends with a softmax along the words of a row."""
+    """Ends with a softmax over the words of a row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).softmax(1)
 
 
 class AlongWidth(Block):
-    """Ends with a softmax along the features."""
+    """Ends with a softmax over the features."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).softmax(-1)

@@ -1,5 +1,6 @@
-"""Arguments and attributes are validated against their annotations; errors name the one that is
-wrong.
+"""Arguments and attributes are validated against their annotations.
+
+An error names the one that is wrong.
 """
 
 from __future__ import annotations

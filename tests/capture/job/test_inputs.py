@@ -1,4 +1,4 @@
-"""Batches of nested containers and constants."""
+"""Batches with nested containers and constants."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_what_a_batch_cannot_hold_is_refused_with_its_place(
 
 
 def weighted(model: nn.Module, batch: dict[str, Any]) -> Any:
-    """A loss that reads every part of the batch by its own type."""
+    """Return a loss that accesses every part of the batch by its own type."""
     mask: Mask = batch["mask"]
     assert mask.right is None
     assert batch["mode"] == "fast"
@@ -217,7 +217,7 @@ def weighted(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def nested() -> Program:
-    """A job of such a batch, captured."""
+    """A captured job with such a batch."""
     return capture(job(Model(), batch=NESTED, loss=weighted))
 
 

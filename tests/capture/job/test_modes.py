@@ -1,4 +1,4 @@
-"""Modules keep the train or eval mode in which the model is handed over."""
+"""Modules keep the train or eval mode that they have in the job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 class KeepsItsNorm(Model):
-    """Freezes a normalization in `train()`, as detection backbones do."""
+    """Freezes a normalization in `train()`, like detection backbones."""
 
     def train(self, mode: bool = True) -> KeepsItsNorm:
         super().train(mode)
@@ -38,7 +38,7 @@ class KeepsItsNorm(Model):
 
 
 class FreezesItsLayer(Model):
-    """Trains a layer in eval mode alone, as models with a backbone freeze it in `train()`."""
+    """Trains a layer in eval mode only, like models that freeze a backbone in `train()`."""
 
     def train(self, mode: bool = True) -> FreezesItsLayer:
         super().train(mode)
@@ -47,7 +47,7 @@ class FreezesItsLayer(Model):
 
 
 class Merges(Model):
-    """Changes a weight with the mode, as LoRA layers that merge do."""
+    """Changes a weight with the mode, like LoRA layers that merge."""
 
     def train(self, mode: bool = True) -> Merges:
         if mode != self.training:

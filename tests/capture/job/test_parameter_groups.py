@@ -16,7 +16,7 @@ NO_DECAY = {"weight_decay": 0.0}
 
 
 class Tied(nn.Module):
-    """Two tied matrices, a norm, a frozen scale."""
+    """Two tied matrices, a norm and a frozen scale."""
 
     def __init__(self) -> None:
         super().__init__()

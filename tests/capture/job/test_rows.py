@@ -1,4 +1,4 @@
-"""Inputs whose rows are not in the leading dim, and inputs that all rows share."""
+"""Inputs whose rows are not in the leading dim, and inputs shared by all rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0])
 
 
 class Recurrent(nn.Module):
-    """Classes of sequences that begin in a given state, which has its rows in dim 1."""
+    """Classifier of sequences with an initial state as input, whose rows are in dim 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def recurrent(**options: Any) -> Job:
 
 
 def test_a_job_with_both_trains_as_in_eager(tmp_path: Path) -> None:
-    data = example(1)  # one row again and again, so that its order does not matter
+    data = example(1)  # the same row is repeated, so that the order does not matter
     columns = {
         "x": data["x"].numpy(),
         "y": data["y"].numpy(),

@@ -1,5 +1,6 @@
-"""A tensor that training changes shares memory with no other: a model in which it does is refused,
-with the names of both.
+"""A tensor that training changes must not share memory with another one.
+
+A model that violates this is rejected with the names of both.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def test_a_closure_of_the_loss_is_seen() -> None:
 
 def test_several_tensors_that_a_line_uses_are_each_seen() -> None:
     model = Model()
-    twin = nn.Linear(4, 4).requires_grad_(False)  # outside of the model
+    twin = nn.Linear(4, 4).requires_grad_(False)  # not part of the model
     twin.weight.data = model.layer.weight.data
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -216,7 +217,7 @@ def test_an_expanded_parameter_is_refused() -> None:
 
 
 def elements(tensor: Tensor) -> set[int]:
-    """Addresses of a tensor's elements, counted out."""
+    """Return the addresses of a tensor's elements by enumeration."""
     steps = [
         [i * stride for i in range(size)]
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""A package stores tensors contiguously, whatever strides the model's own have."""
+"""A package stores tensors contiguously, regardless of the strides in the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from trainload.capture.tracing.trace import capture
 
 
 class Model(nn.Module):
-    """Has a transposed weight, every second column of another, and a transposed buffer; views of
-    two that their strides alone allow.
+    """Has a transposed weight, every second column of another one, and a transposed buffer.
+
+    Two of them are flattened by `view`, which only their strides allow.
     """
 
     def __init__(self) -> None:

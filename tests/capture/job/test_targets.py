@@ -1,4 +1,4 @@
-"""Several graphs of a job: what is captured, and what is refused."""
+"""Captures and rejections of jobs with several graphs."""
 
 from __future__ import annotations
 

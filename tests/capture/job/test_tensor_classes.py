@@ -1,5 +1,6 @@
-"""A tensor of a class without behaviour is captured as a tensor; any other is refused by its name
-and its class.
+"""Tensor subclasses without behavior are captured as tensors.
+
+Others are rejected with the name of the tensor and its class.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Marked(Tensor):
-    """Nothing but a name."""
+    """Adds only a name."""
 
 
 class MarkedParameter(nn.Parameter):
-    """Nothing but a name and an attribute."""
+    """Adds only a name and an attribute."""
 
     note = "attention"
 
 
 class Doubling(Tensor):
-    """Doubles what a linear layer gives."""
+    """Doubles the result of a linear layer."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,14 +50,14 @@ class Doubling(Tensor):
 
 
 class Renamed(Tensor):
-    """Overrides a method of Tensor's."""
+    """Overrides a method of Tensor."""
 
     def relu(self) -> Tensor:
         return self * 2
 
 
 class Pair(Tensor):
-    """Two tensors in one, as torch's TwoTensor."""
+    """Two tensors in one, like torch's TwoTensor."""
 
     a: Tensor
     b: Tensor
@@ -100,7 +101,7 @@ class Quantised(Pair):
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A device mesh of one rank."""
+    """A device mesh with one rank."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{tmp_path_factory.mktemp('store') / 'store'}",
@@ -200,7 +201,7 @@ def test_what_a_class_says_of_its_printing_is_no_behaviour() -> None:
     )
 
 
-# Refused before anything is traced
+# Rejected before tracing
 
 
 @every_kind
@@ -275,7 +276,7 @@ def test_the_rewrite_of_an_input_can_be_pasted() -> None:
     capture(job(Model(), batch=batch))
 
 
-# Refused where forward uses them
+# Rejected where forward uses them
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if "meta" not in k and "fake" not in k])

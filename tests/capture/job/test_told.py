@@ -1,4 +1,4 @@
-"""Messages that name what a user wrote, and what to write in its place."""
+"""Error messages name the user's own code and its replacement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainload.core.errors import CaptureError, raised
 
 
 class Listed(nn.Module):
-    """Reads a parameter from a list as well."""
+    """Also reads a parameter from a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_a_list_of_parameters_that_no_module_has_leads_to_a_parameter_list() -> 
 
 
 class Quantised(nn.Module):
-    """A frozen parameter of whole numbers."""
+    """Has a frozen parameter of another dtype, such as an integer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_parameter_of_no_floating_point_is_named_at_the_freeze(dtype: torch.dt
 
 
 class Repeated(optim.SGD):
-    """Takes as many steps as its learning rate says."""
+    """Takes as many steps as the value of its learning rate."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are refused
         for _ in range(int(self.param_groups[0]["lr"])):
@@ -103,7 +103,7 @@ def test_a_learning_rate_that_may_be_no_tensor_is_named() -> None:
 
 
 class Transformed(nn.Module):
-    """A jvp of each row."""
+    """Computes a jvp of each row."""
 
     def __init__(self) -> None:
         super().__init__()

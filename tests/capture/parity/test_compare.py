@@ -1,4 +1,4 @@
-"""Comparing the graphs before and after a pass."""
+"""Comparison of the graphs before and after a pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find(module: GraphModule, target: object) -> tuple[GraphModule, Node]:
 
 
 def insert(module: GraphModule, after: object, target: object) -> None:
-    """`target` is applied to the value of the first call of `after`."""
+    """Apply `target` to the value of the first call of `after`."""
     part, node = find(module, after)
     with part.graph.inserting_after(node):
         new = part.graph.call_function(target, (node,))  # type: ignore[arg-type]  # an operator
@@ -59,7 +59,7 @@ def insert(module: GraphModule, after: object, target: object) -> None:
 
 
 def nothing(module: GraphModule) -> None:
-    """No change."""
+    """Change nothing."""
 
 
 def cut_gradient(module: GraphModule) -> None:
@@ -151,7 +151,7 @@ def test_weights_and_buffers_are_left_as_they_were(job: Job) -> None:
 
 
 class BeforeNorm(torch.nn.Module):
-    """The gradient of the first bias is zero but for rounding."""
+    """Model whose first bias has a gradient of zero, up to rounding errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class BeforeNorm(torch.nn.Module):
 
 
 def round_otherwise(module: GraphModule) -> None:
-    """X -> (3 x) / 3."""
+    """Compute (3 x) / 3 in place of x."""
     part, node = find(module, aten.sigmoid.default)
     with part.graph.inserting_before(node):
         three = part.graph.call_function(aten.mul.Tensor, (node.args[0], 3.0))

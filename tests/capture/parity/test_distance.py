@@ -1,4 +1,4 @@
-"""The measure by which graphs are compared."""
+"""The distance that graphs are compared by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainload.capture.parity.distance import (
 
 INF, NAN = float("inf"), float("nan")
 LARGE = torch.randn(700, 1001, generator=torch.Generator().manual_seed(0))
-"""More than fits into a block, and not a whole number of blocks."""
+"""Tensor larger than a block, and not a multiple of the block size."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What torch.export gets wrong without a word is refused, with the module named."""
+"""Models that torch.export silently gets wrong are rejected with the name of the module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainload.core.errors import CaptureError, JobError
 def doubled(_: Any, x: Tensor) -> Tensor:
     x = x * 1
     if x.grad_fn is not None:
-        # below torch's functions, where nothing sees it
+        # This is below torch's functions, where a capture does not see it.
         x.grad_fn.register_prehook(lambda gradients: (2 * gradients[0],))
     return x
 
@@ -265,7 +265,7 @@ def test_a_model_that_fails_on_another_size_is_refused_with_its_line() -> None:
 def test_a_graph_that_fails_on_any_size_is_not_said_to_fail_on_another_size() -> None:
     def ensemble(m: Any, x: Tensor) -> Any:
         weights, biases = m.first.weight.expand(3, 8, 8), m.first.bias.expand(3, 8)
-        # Under autocast torch's vmap of a linear layer gives float32, and the layer alone bfloat16.
+        # Under autocast, vmap of a linear layer gives float32, and the layer alone bfloat16.
         return (
             torch.func.vmap(lambda weight, bias: functional.linear(x, weight, bias))(
                 weights, biases
@@ -282,7 +282,7 @@ def test_a_graph_that_fails_on_any_size_is_not_said_to_fail_on_another_size() ->
     assert [finding.cause for finding in caught.value.findings] == ["differs-from-eager"]
 
 
-@pytest.mark.slow  # a cause of test_errors.py
+@pytest.mark.slow  # test_errors.py covers this cause
 def test_a_branch_on_data_names_file_line_and_cure() -> None:
     def branch(_: Any, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
@@ -292,7 +292,7 @@ def test_a_branch_on_data_names_file_line_and_cure() -> None:
         capture(job(Model(branch)))
 
 
-@pytest.mark.slow  # a cause of test_errors.py
+@pytest.mark.slow  # test_errors.py covers this cause
 def test_a_size_that_must_be_fixed_is_named_as_such() -> None:
     def fixed(_: Any, x: Tensor) -> Tensor:
         return x.view(4, 8)
@@ -320,7 +320,7 @@ def test_a_trained_tensor_outside_of_the_model_is_refused() -> None:
 
 
 def _line(text: str) -> int:
-    """The first line of this file that holds `text`."""
+    """Return the number of the first line of this file that contains `text`."""
     lines = inspect.getsource(inspect.getmodule(_line)).splitlines()  # type: ignore[arg-type]
     return next(i for i, line in enumerate(lines, 1) if re.search(re.escape(text), line))
 

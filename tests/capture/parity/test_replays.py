@@ -1,4 +1,4 @@
-"""The batches of a freeze's comparison with eager."""
+"""The batches with which a freeze compares a graph with eager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @functools.cache
 def captured() -> tuple[Batch, Program]:
-    """A job of a dynamic length: its example, and its program."""
+    """Return the example and the program of a job with a dynamic length."""
     batch = tokens()
     return batch, capture(job(Model(), batch=batch, loss=loss, dynamic=SEQ))
 
@@ -56,7 +56,7 @@ def test_a_thorough_check_varies_every_dim_within_its_range() -> None:
 
 
 def short_only(m: Any, x: Tensor) -> Tensor:
-    """Whatever the length, the graph has the branch of the example's."""
+    """Branch on the length; the graph always has the example's branch."""
     if m.training and not torch.compiler.is_exporting() and x.shape[1] > 6:
         return x * 2
     return x

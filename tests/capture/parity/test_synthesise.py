@@ -1,4 +1,4 @@
-"""Batches made up from what a package keeps of its example."""
+"""Batches generated from what a package stores of its example."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train() -> GraphCapture:
 
 
 def given(train: GraphCapture, values: Tensor, dtype: str) -> GraphCapture:
-    """The graph, its input declared as one that held `values`."""
+    """Return the graph, with an input declared as if the example had held `values`."""
     return dataclasses.replace(
         train, inputs=(InputSpec("x", dtype, train.inputs[0].shape, quantiles_of(values)),)
     )

@@ -1,4 +1,4 @@
-"""Which variant a batch is given to, and what is said where there is none."""
+"""Dispatch of batches to variants, and the errors for batches that no variant accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's suggested fixes: read by a grammar, applied, recorded."""
+"""Fixes that torch suggests are parsed by a grammar, applied and recorded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from trainload.capture.shapes.shape_fixes import (
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError
 
-# each loss uses a part of the model
+# Each loss uses only a part of the model.
 pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")
 
 
 def refused(*lines: str) -> CaptureError:
-    """An error as torch.export's, with these suggestions."""
+    """Return an error like those of torch.export, with these suggestions."""
     error = CaptureError("the graph cannot be captured")
     listed = "\n  ".join(lines)
     error.__cause__ = ValueError(
@@ -134,7 +134,7 @@ def test_rows_are_never_made_to_depend_on_another_size(line: str) -> None:
         apply_fixes(suggested_fixes(refused(line)), {"x": {0: ROWS, 1: A}}, "train")
 
 
-@pytest.mark.slow  # another graph, below, and test_freeze_shapes.py have what is captured then
+@pytest.mark.slow  # test_freeze_shapes.py and a test below cover the result
 @pytest.mark.parametrize(
     ("output", "names", "declared", "shape", "applied"),
     [

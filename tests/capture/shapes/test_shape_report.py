@@ -1,4 +1,4 @@
-"""Which line of a model has a size as it is, and what to write for more."""
+"""Shape reports name the line that restricts a size, and the code that allows more sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DECLARED: dict[str, Any] = {
 
 @functools.cache
 def explained(output: Callable[..., Any], name: str, number: int, declared: str) -> ShapeReport:
-    """The report of a job whose one dim is declared so."""
+    """Return the report of a job with one dim declared in this way."""
     return explain_shapes(asked(output, name, dynamic={name: {number: DECLARED[declared]}}))
 
 
@@ -141,7 +141,7 @@ def test_dims_that_must_be_equal_name_each_other() -> None:
     assert report.fixes == ("b = a",)
 
 
-@pytest.mark.slow  # rows, below, are declared equal too
+@pytest.mark.slow  # a test below covers rows that are declared equal
 def test_dims_that_are_declared_equal_have_no_cause() -> None:
     seq = Dim("seq")
     report = explain_shapes(asked(added, "x", "y", dynamic={"x": {1: seq}, "y": {1: seq}}))

@@ -1,4 +1,4 @@
-"""What a job may say of its inputs' sizes."""
+"""Declarations of input sizes in a job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shape_of(said: Any) -> tuple[object, ...]:
     return spec.shape
 
 
-@pytest.mark.matrix("tuple")  # the tests below have ranges, derived dims and torch's choice
+@pytest.mark.matrix("tuple")  # the tests below cover ranges, derived dims and automatic dims
 @pytest.mark.parametrize(
     "said",
     [
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_with_its_place(
     assert caught.value.where == where
 
 
-@pytest.mark.matrix("0")  # the next test has length 1
+@pytest.mark.matrix("0")  # the next test covers length 1
 @pytest.mark.parametrize("length", [0, 1])
 def test_an_example_of_a_length_that_torch_takes_for_a_constant_is_warned_of(length: int) -> None:
     with pytest.warns(
@@ -235,7 +235,7 @@ def test_an_example_of_a_length_that_torch_takes_for_a_constant_is_warned_of(len
     assert program.graphs["train"].inputs[0].shape == ("batch", length, 8)
 
 
-@pytest.mark.slow  # the test above has the warning
+@pytest.mark.slow  # the test above covers the warning
 def test_a_named_dim_of_length_1_is_warned_of_before_torch_refuses_it() -> None:
     with (
         pytest.warns(UserWarning, match=r"declared as Dim\('seq'\)"),

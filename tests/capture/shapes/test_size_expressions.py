@@ -1,4 +1,4 @@
-"""The grammar of a guard's sizes and conditions."""
+"""The grammar of sizes and conditions in guards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example of docs/variants.md does what it says."""
+"""Every example of docs/variants.md works as documented."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The names that the page's first example defines."""
+    """The names that the first example of the page defines."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("page") / "example.py"
     path.write_text(BLOCKS["works"][1])
@@ -40,7 +40,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def packaged(names: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """That, and the package of its job."""
+    """These names, and the package of the job."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -49,19 +49,19 @@ def packaged(names: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         }
 
 
-@pytest.mark.slow  # of goldens and other packages with variants test_variants.py trains them
+@pytest.mark.slow  # test_variants.py trains packages with variants
 def test_the_job_has_the_variants_that_it_says(packaged: dict[str, Any]) -> None:
     assert ", ".join(packaged["package"].manifest.variants) == BLOCKS["works"][0].removeprefix(
         "variants "
     )
 
 
-@pytest.mark.slow  # test_dispatch.py has the dispatch
+@pytest.mark.slow  # test_dispatch.py covers dispatch
 def test_the_dispatched_batches_go_where_it_says(packaged: dict[str, Any]) -> None:
     exec(BLOCKS["dispatches"][1], packaged)
 
 
-@pytest.mark.slow  # test_dispatch.py has its refusals
+@pytest.mark.slow  # test_dispatch.py covers its rejections
 def test_the_refusal_is_the_one_that_it_says(packaged: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=BLOCKS["refuses"][0]):
         exec(BLOCKS["refuses"][1], packaged)

@@ -1,4 +1,4 @@
-"""What a captured program holds."""
+"""The content of a captured program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainload.core.errors import CaptureError, JobError
 
 @pytest.fixture(scope="module")
 def captured() -> Program:
-    """A model of tied weights, both kinds of buffer, a constant and dropout."""
+    """A captured model with tied weights, both kinds of buffers, a constant and dropout."""
 
     def middle(m: Any, x: Tensor) -> Tensor:
         return nn.functional.dropout((x + m.a + m.b) * torch.tensor([2.0]), 0.5, m.training)
@@ -53,13 +53,13 @@ def test_the_batch_dim_is_dynamic_and_named(captured: Program) -> None:
     assert (spec.name, spec.dtype, spec.shape) == ("x", "float32", ("batch", 8))
 
 
-@pytest.mark.slow  # test_shapes.py declares it in every way
+@pytest.mark.slow  # test_shapes.py covers all ways to declare it
 def test_a_static_batch_dim_is_a_number() -> None:
     (spec,) = capture(job(Model(), dynamic={"x": {0: Dim.STATIC}})).graphs["train"].inputs
     assert spec.shape == (4, 8)
 
 
-@pytest.mark.slow  # test_shapes.py has dims of several inputs
+@pytest.mark.slow  # test_shapes.py covers dims of several inputs
 def test_a_batch_dim_declared_for_one_input_holds_for_all() -> None:
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4)}
     program = capture(
@@ -73,7 +73,7 @@ def test_a_batch_dim_declared_for_one_input_holds_for_all() -> None:
     assert [i.shape for i in program.graphs["train"].inputs] == [("batch", 8), ("batch",)]
 
 
-@pytest.mark.slow  # test_inputs.py has leaves in sorted order, and a graph's inputs in theirs
+@pytest.mark.slow  # test_inputs.py covers the order of leaves and of a graph's inputs
 def test_inputs_are_sorted_by_name() -> None:
     batch = {"z": torch.randn(4), "x": torch.randn(4, 8), "a": torch.randn(4)}
     program = capture(
@@ -176,7 +176,7 @@ def test_a_predict_graph_has_only_the_inputs_that_it_reads() -> None:
     assert [(o.role, o.name) for o in predict.outputs] == [(OutputRole.PREDICTION, "out")]
 
 
-@pytest.mark.slow  # of all modules of torch in tests/coverage
+@pytest.mark.slow  # tests/coverage captures all modules of torch
 def test_an_lstm_is_captured_without_a_warning() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

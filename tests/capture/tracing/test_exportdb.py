@@ -1,4 +1,4 @@
-"""torch's own collection of what its export takes and what it does not, against capture."""
+"""Capture of the cases in torch's own collection of what its export supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.capture.jobs import Batch
 from torch import Tensor, nn
-from torch._export.db.examples import all_examples  # private: there is no other way to its cases
+from torch._export.db.examples import all_examples  # private, but the only access to the cases
 from torch.utils._pytree import tree_leaves
 
 from trainload.capture.job.definition import Job
@@ -19,7 +19,7 @@ from trainload.core.finding import LINES
 
 
 class Trained(nn.Module):
-    """A case with something to train: the mean of its outputs, scaled."""
+    """A case with a trainable parameter: the mean of its outputs, scaled."""
 
     def __init__(self, case: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Trained(nn.Module):
 
 
 def fits(case: Any) -> bool:
-    """Whether a case's inputs can be a batch: tensors with one leading size."""
+    """Return whether a case's inputs can be a batch: tensors with the same leading size."""
     inputs = case.example_args
     return (
         not case.example_kwargs
@@ -50,7 +50,7 @@ CASES = {name: case for name, case in sorted(EVERY.items()) if fits(case)}
 
 
 def captured(case: Any) -> CaptureError | None:
-    """What a capture of the case raises."""
+    """Return the error that a capture of the case raises, or None."""
     names = [f"input_{n}" for n in range(len(case.example_args))]
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,6 +1,4 @@
-"""torch.export's strict mode: where it steps in, what speaks against it, and what is written down
-of it.
-"""
+"""torch.export's strict mode: when it is used, when it cannot be, and how this is recorded."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ Middle = Callable[[Any, Tensor], Tensor]
 
 
 def flat(_: Any, x: Tensor) -> Tensor:
-    """A `len` that goes by another name than the model's own is a plain number to the non-strict
-    mode, and a size to the strict one.
+    """Reshape by a `len` that does not go through the model's own name.
+
+    It is a plain number in the non-strict mode, and a size in the strict one.
     """
     return x.reshape(builtins.len(x), -1)
 
@@ -114,7 +113,7 @@ def test_strict_alone_takes_what_both_could() -> None:
     }
 
 
-# What the strict mode would lose
+# Losses in the strict mode
 
 
 class Doubled(torch.autograd.Function):
@@ -218,7 +217,7 @@ def test_what_is_called_where_garbage_is_collected_is_not_the_models() -> None:
         return x * len(litter)
 
     thresholds = gc.get_threshold()
-    gc.set_threshold(700)  # Python's own; the suite's is higher
+    gc.set_threshold(700)  # Python's default; that of the test suite is higher
     gc.callbacks.append(ask)
     try:
         littering(None, torch.ones(1))
@@ -247,7 +246,7 @@ def test_a_parameter_hook_speaks_against_it() -> None:
         capture(job(model), strict=True)
 
 
-# What came of it
+# Results
 
 
 @pytest.mark.parametrize(
@@ -358,7 +357,7 @@ def test_a_trained_tensor_outside_the_model_is_refused() -> None:
 
 
 def test_many_jobs_of_one_process_are_captured() -> None:
-    """More than torch compiles one function for."""
+    """There are more jobs than versions that torch compiles of one function."""
     for _ in range(10):
         target = targets_of(job(Model(flat)))[0]
         assert export_strictly(

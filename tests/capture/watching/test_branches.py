@@ -1,5 +1,6 @@
-"""Branches of torch.cond that write to buffers. torch refuses them in training; what is compared
-with takes the branch as Python does.
+"""Branches of torch.cond that write to buffers.
+
+torch rejects them in training. The reference takes the branch in Python.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Middle = Callable[[Any, Tensor], Tensor]
 
 
 class Branching(nn.Module):
-    """A layer, then what is tried. One branch is taken in every other call."""
+    """A layer, then the function to test. One branch is taken in every second call."""
 
     calls: Tensor
 
@@ -130,7 +131,7 @@ def test_a_branch_that_writes_to_buffers_trains_as_pythons_own(
 ) -> None:
     data = {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))}
     assert_trains_as_eager(job(middle), data, tmp_path, draws=of_python, compile=compiled)
-    # such as a graph that runs interpreted
+    # for example of a graph that is interpreted
     assert not [event for event in read_events(tmp_path / "run") if event.kind == "warning"]
 
 

@@ -1,4 +1,4 @@
-"""The CTC loss by our operator is torch's, in its values and in its gradients, and trains."""
+"""Our CTC loss operator has the values and gradients of torch's, and trains."""
 
 from __future__ import annotations
 

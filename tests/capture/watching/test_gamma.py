@@ -1,6 +1,4 @@
-"""Gamma and Dirichlet variates: torch's own numbers and derivatives, captured for every number of
-rows.
-"""
+"""Gamma and Dirichlet variates have torch's numbers and derivatives, for any number of rows."""
 
 from __future__ import annotations
 

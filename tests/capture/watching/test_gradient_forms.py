@@ -1,5 +1,6 @@
-"""Autograd functions, hooks and modules of less common forms are captured with eager's gradients,
-and derived.
+"""Rare forms of autograd functions, hooks and modules are captured with eager's gradients.
+
+They can also be derived.
 """
 
 # mypy: allow-untyped-calls
@@ -29,7 +30,7 @@ Middle = Callable[[Any, Tensor], Any]
 
 
 class Lost(torch.autograd.Function):
-    """Marks a tensor as dirty that it does not return."""
+    """Marks a tensor as dirty, but does not return it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class Lost(torch.autograd.Function):
 
 
 class Asking(torch.autograd.Function):
-    """Three outputs; backward needs the gradient of the first, and asks for the others'."""
+    """Has three outputs. Its backward needs the first one's gradient, and checks for the others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,7 +181,7 @@ def test_a_form_is_captured_and_derived(name: str) -> None:
     derive(program, "eval", torch.device("cpu"))
 
 
-@pytest.mark.slow  # rare together; each alone is captured in test_regions.py
+@pytest.mark.slow  # rare in combination; test_regions.py captures each of them
 def test_a_checkpoint_in_a_branch_of_cond_is_the_call_alone() -> None:
     def branch(m: Any, x: Tensor) -> Any:
         return torch.cond(
@@ -199,8 +200,8 @@ def test_a_checkpoint_in_a_branch_of_cond_is_the_call_alone() -> None:
 def test_a_backward_that_asks_is_traced_for_each_set_of_outputs_that_it_takes() -> None:
     graph = capture(job(FORMS["two outputs used"]())).graphs["train"].exported.graph_module
     (call,) = [n for n in graph.graph.nodes if "trainload_backward_by_use" in str(n.target)]
-    assert call.args[2] == (0b111, 0b101, 0b011, 0b001)  # without the first it raises
-    # the second input has a gradient where the second output has
+    assert call.args[2] == (0b111, 0b101, 0b011, 0b001)  # the first gradient is required
+    # The second input has a gradient if the second output has one.
     assert call.args[3] == (0b11, 0b01, 0b11, 0b01)
 
 
@@ -259,7 +260,7 @@ def test_what_has_no_sound_form_is_refused(middle: Middle, problem: str) -> None
 def test_a_model_that_fails_on_any_size_is_not_said_to_fail_on_another_size() -> None:
     def middle(_: Any, x: Tensor) -> Any:
         y = x.sin()
-        y.register_hook(lambda g: g * 2)  # raises where there is no gradient: in evaluation
+        y.register_hook(lambda g: g * 2)  # raises without a gradient, as in evaluation
         return y
 
     with pytest.raises(CaptureError, match="cannot register a hook") as caught:

@@ -1,6 +1,4 @@
-"""Operators with kernels of the user's own: captured by name where they run here, else refused by
-name.
-"""
+"""Operators with custom kernels are captured by name if they run here, else rejected by name."""
 
 from __future__ import annotations
 
@@ -21,25 +19,25 @@ from trainload.freezing.prove import prove
 
 @torch.library.custom_op("kernels_test::elsewhere", mutates_args=(), device_types="cuda")
 def elsewhere(x: Tensor) -> Tensor:
-    """Only a CUDA kernel."""
+    """Double a tensor; has only a CUDA kernel."""
     return x * 2
 
 
 @torch.library.custom_op("kernels_test::everywhere", mutates_args=(), device_types="cuda")
 def everywhere(x: Tensor) -> Tensor:
-    """A CUDA kernel, and one for the CPU."""
+    """Double a tensor; has kernels for CUDA and the CPU."""
     return x * 2
 
 
 @torch.library.custom_op("kernels_test::backward_elsewhere", mutates_args=())
 def backward_elsewhere(x: Tensor) -> Tensor:
-    """Its backward has only a CUDA kernel."""
+    """Double a tensor; its backward has only a CUDA kernel."""
     return x * 2
 
 
 @torch.library.custom_op("kernels_test::cube", mutates_args=())
 def cube(x: Tensor) -> Tensor:
-    """Its backward is an operator too, which has none."""
+    """Cube a tensor; its backward is an operator too, which has no backward."""
     return x**3
 
 
@@ -50,7 +48,7 @@ def cube_backward(x: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.library.custom_op("kernels_test::size_of", mutates_args=())
 def size_of(x: Tensor) -> Tensor:
-    """Without a derivative."""
+    """Return the mean magnitude of each row; has no derivative."""
     return x.abs().mean(1, keepdim=True)
 
 
@@ -142,7 +140,7 @@ def test_an_operator_whose_backward_is_another_operator_is_captured_and_derived(
     assert "kernels_test.cube_backward.default" in called
 
 
-@pytest.mark.slow  # rare; where the loss needs it, it is refused below
+@pytest.mark.slow  # rare; a test below covers a loss that needs the derivative
 def test_an_operator_without_a_derivative_is_captured_where_nobody_asks_for_it() -> None:
     prove(job(Model(lambda _, x: x / (1 + size_of(x).detach()))), Check.USUAL)
 

@@ -1,4 +1,4 @@
-"""`len` of a tensor is a size while a model is traced."""
+"""`len` of a tensor is a size during tracing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_len_of_a_batch_is_right_on_every_number_of_rows(middle: Any) -> None:
 
 
 class Library:
-    """What cffi makes of a C library: it says that it is a module, and takes no attributes."""
+    """Mimics cffi's object for a C library: it claims to be a module and rejects attributes."""
 
     __class__ = property(lambda self: types.ModuleType)
 
@@ -102,7 +102,7 @@ def test_len_in_the_loss_is_a_size() -> None:
     prove(job(Model(), loss=loss), Check.THOROUGH)
 
 
-@pytest.mark.slow  # a branch of the first test has a list too
+@pytest.mark.slow  # the first test also covers a list, in one of its branches
 def test_len_of_a_list_is_its_length() -> None:
     prove(job(Model(lambda _, x: torch.stack([x, x]).sum(0) / len([x, x]))), Check.USUAL)
 

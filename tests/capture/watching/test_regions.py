@@ -1,5 +1,6 @@
-"""What torch.export drops or refuses is in the graph: capture replays each model and compares loss
-and gradients with eager.
+"""Constructs that torch.export drops or rejects are part of the graph.
+
+Capture replays each model and compares loss and gradients with eager.
 """
 
 # mypy: allow-untyped-calls
@@ -53,15 +54,16 @@ some_constructs = pytest.mark.matrix(
     "full_backward_hook",
     "full_backward_pre_hook",
 )
-"""Other tests cover the rest: test_export.py freezes a gradient in forward, test_gradient_forms.py
-and the functions below derive hooks and functions of torch, and the job that is captured by hand
-has cond, autocast and no_grad.
+"""Selection of models whose constructs other tests do not cover.
+
+test_export.py freezes a gradient in forward, test_gradient_forms.py and the functions below derive
+hooks and functions of torch, and the hand-captured job has cond, autocast and no_grad.
 """
 
 
 @functools.cache
 def captured(name: str) -> tuple[Job, Program]:
-    """One of the models, as all tests of it use it."""
+    """Return one of the models, captured once for all of its tests."""
     torch.manual_seed(0)
     description = job(MODELS[name]())
     return description, capture(description)
@@ -81,7 +83,7 @@ def test_a_model_is_captured_and_its_package_has_the_joint_graph_that_autograd_s
 
 
 def targets(program: Program) -> set[str]:
-    """Names of the operators of a training graph, those in bodies too."""
+    """Return the names of the operators of a training graph, including those in bodies."""
     graph = program.graphs["train"].exported.graph_module
     parts = (p for p in graph.modules() if isinstance(p, torch.fx.GraphModule))
     return {str(n.target) for p in parts for n in p.graph.nodes if n.op == "call_function"}
@@ -132,7 +134,7 @@ def test_a_parameter_hook_acts_once() -> None:
 
     model.first.weight.register_hook(counted)
     capture(job(model))
-    # while tracing, and in the two eager replays; the graph's replays do not call it
+    # once in tracing and in each of the two eager replays; the graph's replays do not call it
     assert len(calls) == 3
 
 
@@ -261,7 +263,7 @@ def test_a_function_of_torch_is_captured_and_derived(middle: Any) -> None:
     )
 
 
-@pytest.mark.slow  # an interpreter of its own; goldens and ranks read packages too
+@pytest.mark.slow  # starts an interpreter; goldens and ranks read packages too
 def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -> None:
     description = job(MODELS["function_under_a_bound_name"]())
     program = capture(description)
@@ -285,9 +287,7 @@ def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -
 
 @pytest.mark.parametrize("graph", ["train", "eval"])
 def test_a_loss_under_autocast_with_control_flow_in_it_is_one_region(graph: str) -> None:
-    """Torch leaves its own changes of mode in a graph that begins with the bodies of control
-    flow.
-    """
+    """Torch does not convert its mode changes if a graph starts with control-flow bodies."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

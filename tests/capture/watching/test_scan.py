@@ -1,4 +1,4 @@
-"""torch's associative scan in a model: values, gradients, sizes."""
+"""Values, gradients and sizes of torch's associative scan in a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Middle = Callable[[Any, Tensor], Tensor]
 
 
 def recurrence(_: Any, x: Tensor) -> Tensor:
-    """h[t] = a[t] h[t-1] + b[t], as state-space models have it."""
+    """Compute h[t] = a[t] h[t-1] + b[t], as in state-space models."""
     decay, added = x.sigmoid(), x.tanh()
     combined: Tensor = scan(
         lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, added), 1, combine_mode="generic"
@@ -41,7 +41,7 @@ def backwards(model: Any, x: Tensor) -> Tensor:
 
 
 def products(model: Any, x: Tensor) -> Tensor:
-    """Of matrices, in a dict: no pointwise operator. Five of them."""
+    """Return products of five matrices, in a dict, by an operator that is not pointwise."""
     y = x.sigmoid()[:, :5, None, None] * model.first.weight[:3, :3]
     combined: Tensor = scan(
         lambda a, b: {"a": a["a"] @ b["a"]}, {"a": y}, 1, combine_mode="generic"
@@ -71,7 +71,7 @@ def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Mi
 
 
 def test_scans_along_several_dims_are_captured_in_one_model() -> None:
-    """What torch compiled for one of them says nothing about the next."""
+    """The code that torch compiled for one scan does not apply to the next."""
 
     def both(_: Any, x: Tensor) -> Tensor:
         along_time: Tensor = linear_scan(
@@ -86,7 +86,7 @@ def test_scans_along_several_dims_are_captured_in_one_model() -> None:
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
 
 
-@pytest.mark.slow  # test_shapes.py has dims that a model does not take
+@pytest.mark.slow  # test_shapes.py covers dims that a model does not accept
 def test_a_scan_of_a_length_that_changes_is_refused() -> None:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         added: Tensor = scan(lambda a, b: a + b, model(batch["x"]), 1, combine_mode="generic")

@@ -1,6 +1,4 @@
-"""Functions that ask for sizes or values are captured as the same computation, for any number of
-rows.
-"""
+"""Functions that read sizes or values are captured correctly for any number of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _normal: Any = torch.distributions.Normal
 
 
 def two_views(model: nn.Module, batch: Batch) -> Any:
-    """Two views through one call, taken apart again."""
+    """Compute two views in one call, and split the result."""
     first, second = model(torch.cat([batch["x"], batch["x"].flip(1)])).chunk(2)
     return (first - second).square().mean() + first.exp().mean()
 
@@ -38,13 +36,13 @@ def three_views(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def two_inputs(model: nn.Module, batch: Batch) -> Any:
-    """Two columns through one call."""
+    """Compute two columns in one call."""
     first, second = model(torch.cat([batch["x"], batch["y"]])).chunk(2, 0)
     return (first @ second.t()).logsumexp(-1).mean()
 
 
 def distances(model: nn.Module, batch: Batch) -> Any:
-    """Among the rows."""
+    """Return the mean distance from the outputs to the shifted rows."""
     return torch.cdist(model(batch["x"]), batch["x"] + 3.0).mean()
 
 
@@ -68,7 +66,7 @@ def _log_likelihood(out: Tensor, x: Tensor) -> Any:
 
 
 def at_rows(program: Program, model: nn.Module, rows: int, loss: Loss) -> tuple[Tensor, Tensor]:
-    """The captured loss and eager's."""
+    """Return the captured loss and eager's."""
     generator = torch.Generator().manual_seed(rows)
     batch = {
         spec.name: torch.randn(rows, 8, generator=generator)
@@ -78,7 +76,7 @@ def at_rows(program: Program, model: nn.Module, rows: int, loss: Loss) -> tuple[
     return captured, loss(model, batch)
 
 
-@pytest.mark.matrix("two_views", "covariance", "likelihood")  # distances are of many rows below
+@pytest.mark.matrix("two_views", "covariance", "likelihood")  # a test below covers distances
 @pytest.mark.parametrize(
     "loss", [two_views, three_views, two_inputs, distances, covariance, likelihood]
 )
@@ -97,20 +95,20 @@ def test_distances_of_many_rows_are_the_ones_of_a_matrix_product() -> None:
 
 
 def masks() -> tuple[Tensor, Tensor]:
-    """One that is causal, and one that is not."""
+    """Return a causal mask and one that is not causal."""
     causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
     return causal, causal | torch.ones(5, 5, dtype=torch.bool).tril(-3)
 
 
 def encoder() -> nn.Module:
-    """Torch would read the mask's values to see whether it is causal."""
+    """Return an encoder; torch would read its mask's values to see whether it is causal."""
     return nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1
     ).train()
 
 
 class Decoder(nn.Module):
-    """So it would at a decoder's."""
+    """A decoder, in which torch would do the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,14 +124,14 @@ class Decoder(nn.Module):
 
 
 def assert_taken(model: nn.Module, loss: Loss) -> None:
-    """Check that the graph of a model has eager's loss on other rows."""
+    """Check that the graph of a model computes eager's loss for another number of rows."""
     program = capture(job(model, loss=loss, batch={"x": torch.randn(4, 5, 8)}))
     x = torch.randn(7, 5, 8)
     captured, *_ = program.graphs["train"].exported.module(check_guards=False)({"x": x})
     torch.testing.assert_close(captured, loss(model, {"x": x}), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.slow  # the next test has an encoder
+@pytest.mark.slow  # the next test covers an encoder
 def test_a_transformers_mask_is_taken_as_it_is() -> None:
     def loss(model: Any, batch: Batch) -> Any:
         return model(batch["x"]).square().mean() + model(batch["x"], masks()[1]).mean()
@@ -172,7 +170,7 @@ def test_halves_of_a_number_of_rows_that_may_be_odd_are_refused() -> None:
         capture(job(Model(), loss=loss))
 
 
-@pytest.mark.slow  # a branch on a value, as test_errors.py has them
+@pytest.mark.slow  # test_errors.py covers branches on values
 def test_a_distribution_that_is_told_to_look_at_its_values_is_refused() -> None:
     def loss(model: nn.Module, batch: Batch) -> Any:
         return -_normal(model(batch["x"]), 1.0, validate_args=True).log_prob(batch["x"]).mean()

@@ -1,6 +1,6 @@
-"""Kernels of Triton's: captured as operators of torch.library.triton_op, and nothing else.
+"""Triton kernels are captured only as operators of torch.library.triton_op.
 
-Runs where triton is installed; needs no GPU.
+Runs if triton is installed; needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A loop with a gradient comes out of its package as it went in: torch limits symbols of it that no
-size has.
+"""Loops with a gradient survive packaging, although torch restricts symbols that no size has.
 
-What is compared with is torch's own while_loop in eager mode, whose gradient of what the body
-closes over is not that of Python's loop (torch 2.13: 0.178 in place of 0.210 in norm, for three
-rounds of a linear layer).
+The reference is torch's own while_loop in eager mode. Its gradient of values that the body closes
+over differs from that of a Python loop (torch 2.13: norm 0.178 instead of 0.210, for three rounds
+of a linear layer).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ROWS, STEPS = 4, 3
 
 
 class OneLayer(nn.Module):
-    """The same layer each time that it is made."""
+    """A layer with the same initial values in every instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# the eager operator's tracer looks at it
+# The tracer of the eager operator reads `.grad`.
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.matrix(when=lambda kind, compiled: kind is Rounds and not compiled)
 @pytest.mark.parametrize("compiled", [False, True])

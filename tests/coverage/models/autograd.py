@@ -1,5 +1,6 @@
-"""What changes or reads the backward pass: autograd.Function, hooks, checkpointing, gradients
-inside the loss.
+"""Models that change or use the backward pass.
+
+They have autograd.Function, hooks, checkpoints, or gradients in the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Context = Any
 
 
 def applied(function: Any) -> Callable[[Any, Tensor], Tensor]:
-    """A `Small` middle that applies an autograd.Function to the hidden values."""
+    """Return a middle for `Small` that applies an autograd.Function to the hidden values."""
     return lambda _, x: function.apply(x)
 
 
@@ -37,7 +38,7 @@ class Halved(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """Straight-through estimator: rounds, and lets the gradient pass."""
+    """Straight-through estimator: rounds, and passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class Clipped(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """x @ w.T with both gradients written out, scaled so that autograd's own would be wrong."""
+    """x @ w.T with both gradients written out, scaled differently from autograd's."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Linear(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """Two outputs, with gradients of their own."""
+    """Two outputs with custom gradients."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ class Split(torch.autograd.Function):
 
 
 class Ignoring(torch.autograd.Function):
-    """x * y that gives y no gradient."""
+    """x * y with no gradient for y."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, y: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Ignoring(torch.autograd.Function):
 
 
 class TopValue(torch.autograd.Function):
-    """The largest value and its place, which is marked as not differentiable."""
+    """The largest value and its index, which is marked as not differentiable."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,9 +167,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Unset(torch.autograd.Function):
-    """Two outputs of which one goes unused: its gradient is None with
-    set_materialize_grads(False).
-    """
+    """Has an unused output, whose gradient is None with set_materialize_grads(False)."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:

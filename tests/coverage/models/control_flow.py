@@ -1,4 +1,4 @@
-"""Control flow: cond, loops, map, scan, vmap, Python branches. The regions come before them."""
+"""Control flow: cond, loops, map, scan, vmap and Python branches."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def _() -> Any:
     return small(middle)
 
 
-# Python's own control flow.
+# Python control flow.
 
 
 @add("a loop over a Python range")

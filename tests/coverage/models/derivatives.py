@@ -1,6 +1,4 @@
-"""Hooks, grad modes, control flow with closures, and derivatives inside the loss, of less common
-forms.
-"""
+"""Rare forms of hooks, grad modes, control flow with closures, and derivatives in the loss."""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 # torch's apply, register_hook and decorators have no types.

@@ -1,7 +1,7 @@
-"""What torch.export's own collection of examples shows (ExportDB), restated as models that train:
-each has parameters and a scalar loss.
+"""The examples of torch.export's own collection (ExportDB) as models that can be trained.
 
-The names are those of the collection. What is not supported there is here too.
+Each has parameters and a scalar loss. The names are those of the collection. Examples that it lists
+as unsupported are included.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def _() -> Any:
 
 
 def classified(loss: Any, classes: int = 5, **more: Tensor) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss): a linear classifier; `loss(logits, batch)`."""
+    """Return (model, batch, loss) of a linear classifier; the loss is `loss(logits, batch)`."""
     stack = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, classes))
     batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.tensor([0, 3, 2, 1]), **more}
     return stack, batch, lambda model, b: loss(model(b["x"]), b)

@@ -1,4 +1,4 @@
-"""Regions of grad mode and of autocast, in each other and around operators with bodies."""
+"""Regions of grad mode and autocast, nested in each other and around operators with bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions, grids and other work on images."""
+"""Convolutions, grids and other image operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ add = FAMILY.add
 
 
 def images(*layers: nn.Module) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss) of a stack over (rows, 3, 8, 8)."""
+    """Return (model, batch, loss) of a stack of layers over (rows, 3, 8, 8)."""
     return nn.Sequential(*layers), {"x": torch.randn(ROWS, 3, 8, 8)}, mean_square
 
 

@@ -1,10 +1,10 @@
-"""Lets eager PyTorch draw trainload's stateless random numbers, so that a model with dropout can be
-compared with its step graph.
+"""Makes eager PyTorch draw trainload's stateless random numbers.
 
-A step graph's masks are a function of (seed, step, site, element), not of torch's generator. Here
-the few kernels by which eager code draws are given the numbers of the site that they are; all else,
-dropout and attention too, stays torch's own code. So the comparison shares the hash of `RandomKey`
-with the step graph, and nothing of the stateless forms in `autograd_trace/randomness/draws.py`.
+So a model with dropout can be compared with its step graph. The masks of a step graph are a
+function of (seed, step, site, element), not of torch's generator. Here the few kernels by which
+eager code draws receive the numbers of their site; all other code, including dropout and attention,
+is torch's own. So the comparison shares the hash of `RandomKey` with the step graph, but not the
+stateless forms in `autograd_trace/randomness/draws.py`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ Shape = Sequence[int]
 
 
 class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """A context in which random kernels draw from a `RandomKey`. Forward and backward belong into
-    one.
+    """A context in which random kernels draw from a `RandomKey`. Use one for forward and backward.
 
     Args:
         seed, step, row: as in a step graph.
-        rows: of the batch. Best a prime number: the dim that runs over the rows is found as the
-            first whose size is a multiple of it.
-        static: the number of rows is fixed in the graph, whose random values then belong to the
+        rows: number of rows of the batch, preferably a prime: the dim of the rows is the first one
+            whose size is a multiple of it.
+        static: the number of rows is fixed in the graph, so that its random values belong to the
             call and not to rows.
-        stacks: a dim of several entries a row has all rows so many times, one after another.
+        stacks: number of times that all rows are repeated in a dim with several entries per row.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return func(*args, **dict(kwargs or {}))
 
     def _site(self, count: int = 1) -> int:
-        """The site of the present call.
+        """Return the site of the current call.
 
-        Checkpointing runs code a second time, after it has put torch's generator back. So a call is
-        known by the generator's state, which every call here moves on.
+        Checkpointing restores torch's generator and runs code again. So a call is identified by the
+        state of the generator, which every call here advances.
         """
         state = torch.random.get_rng_state().numpy().tobytes()
         if state not in self._sites:
@@ -83,9 +82,9 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         false_fn: Callable[..., Any],
         operands: Any = (),
     ) -> Any:
-        """torch.cond as Python's `if`.
+        """Compute torch.cond as Python's `if`.
 
-        What a branch draws follows from a key of its own, and the branches have one site together.
+        The random numbers of a branch are derived from its own key, and all branches share a site.
         """
         outside, state = (
             (self._key, self._stacked, self._sites, self._next),
@@ -118,7 +117,7 @@ class StatelessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self._key if dim is None or shape[dim] == self._rows else self._stacked
 
     def heads(self, shape: Shape, probability: float) -> Tensor:
-        """True with that probability."""
+        """Draw booleans that are true with this probability."""
         return self._key_for(shape).keep(self._site(), shape, self._dim(shape), 1 - probability)
 
     def uniform(self, shape: Shape, dtype: torch.dtype | None) -> Tensor:
@@ -191,7 +190,10 @@ def _multinomial(
 
 
 def _poisson(draws: StatelessDraws, rate: Tensor, generator: None = None) -> Tensor:
-    """How many counts have a cumulative probability that is no greater: for small rates."""
+    """Draw by inversion: count the cumulative probabilities up to a uniform number.
+
+    The rates must be small: counts end at 199.
+    """
     counts = torch.arange(200, dtype=torch.float64)
     wide = rate.double().unsqueeze(-1).clamp(min=1e-300)
     cumulative = (counts * wide.log() - wide - torch.lgamma(counts + 1)).exp().cumsum(-1)
@@ -203,7 +205,7 @@ def _poisson(draws: StatelessDraws, rate: Tensor, generator: None = None) -> Ten
 
 
 def _gamma(draws: StatelessDraws, concentration: Tensor, generator: None = None) -> Tensor:
-    """By scipy's quantiles."""
+    """Apply the quantile function of scipy."""
     below = draws.uniform(concentration.shape, torch.float32).double() + 2.0**-25
     return torch.from_numpy(gammaincinv(concentration.double().numpy(), below.numpy()))
 
@@ -219,7 +221,7 @@ for _operator in (
     torch.ops.higher_order.while_loop,
     torch.ops.higher_order.map_impl,
 ):
-    # draws stand outside
+    # random numbers are drawn outside of these operators
     _operator.py_impl(StatelessDraws)(
         lambda _, *args, _operator=_operator, **kwargs: _operator(*args, **kwargs)
     )
@@ -266,4 +268,4 @@ _DRAWS_NOTHING_HERE = frozenset(
         aten.rrelu_with_noise_backward.default,
     }
 )
-"""Tagged as random; on a CPU the first is used without dropout only."""
+"""Operators tagged as random; on a CPU the first one is only used without dropout."""

@@ -1,5 +1,6 @@
-"""Derivatives of operators that are easy to get wrong: selections, reductions, linear algebra,
-complex numbers, draws.
+"""Derivatives of operators that are easy to get wrong.
+
+Among them are selections, reductions, linear algebra, complex numbers and random draws.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _block_diag: Any = torch.block_diag
 
 
 def _positive(model: Any) -> Any:
-    """A symmetric positive matrix of the first layer's weights: (WIDTH, WIDTH), with eigenvalues
-    apart.
+    """Return a positive definite matrix of the first layer's weights.
+
+    It is (WIDTH, WIDTH), and its eigenvalues are well separated.
     """
     w = model.first.weight
     return w @ w.t() + torch.diag(torch.arange(1.0, WIDTH + 1))
@@ -382,7 +384,7 @@ def _() -> Any:
 
 
 def images(forward: Any, **parts: nn.Module) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss) of a function of (model, x) over images (rows, 3, 8, 8)."""
+    """Return (model, batch, loss) of a function of (model, x) over images (rows, 3, 8, 8)."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -489,7 +491,7 @@ def _() -> Any:
     return Model(), {"x": torch.randn(ROWS, 1, 3, 3, 3)}, mean_square
 
 
-# Draws.
+# Random draws.
 
 
 @add("mixup by a Beta distribution", mixes_rows=True)

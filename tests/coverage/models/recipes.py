@@ -1,5 +1,6 @@
-"""Losses and models that training scripts are made of: views of one example, codebooks, flows,
-attention over states.
+"""Typical losses and models of training scripts.
+
+Among them are several views of an example, codebooks, flows, and attention over states.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ add = FAMILY.add
 
 
 def rows() -> Batch:
-    """(ROWS, WIDTH) numbers."""
+    """Return a batch of (ROWS, WIDTH) numbers."""
     return {"x": torch.randn(ROWS, WIDTH)}
 
 

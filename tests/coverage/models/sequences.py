@@ -16,7 +16,7 @@ add = FAMILY.add
 
 
 def attention(dropout: float = 0.0, **options: Any) -> tuple[nn.Module, Batch, Any]:
-    """Scaled dot-product attention of one projection with itself."""
+    """Return (model, batch, loss) of scaled dot-product self-attention."""
 
     def forward(model: Any, x: Tensor) -> Tensor:
         q, k, v = (
@@ -153,7 +153,7 @@ def _() -> Any:
 
 
 class _Padded(nn.Module):
-    """Takes x and a mask of padding."""
+    """A module that is called with x and a padding mask."""
 
     def __init__(self, part: nn.Module, call: Any) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Padded(nn.Module):
 
 
 def padded(part: nn.Module, call: Any) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss) with a key padding mask; the loss counts what is not padding."""
+    """Return (model, batch, loss) with a key padding mask; the loss excludes padding."""
 
     def loss(model: nn.Module, batch: Batch) -> Loss:
         kept = (~batch["padding"]).float().unsqueeze(-1)

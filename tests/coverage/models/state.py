@@ -1,4 +1,4 @@
-"""Parameters, buffers and normalisation: what a model keeps."""
+"""State of models: parameters, buffers and normalization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ add = FAMILY.add
 
 
 def images(*layers: nn.Module, channels: int = 3, size: int = 8) -> tuple[nn.Module, Batch, Any]:
-    """(model, batch, loss) of a stack of layers over images (rows, channels, size, size)."""
+    """Return (model, batch, loss) of a stack of layers over images (rows, channels, size, size)."""
     return nn.Sequential(*layers), {"x": torch.randn(ROWS, channels, size, size)}, _image_loss
 
 

@@ -1,5 +1,6 @@
-"""Architectures of timm, with random weights and small images: training mode, dropout and
-stochastic depth on where they have it.
+"""Architectures of timm, with random weights and small images.
+
+They are in training mode, with dropout and stochastic depth where available.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def add(name: str, size: int = 32, *, mixes_rows: bool = False, **options: Any) -> None:
-    """Registers a case: `timm.create_model(name, **options)` over images of that size."""
+    """Register a case: `timm.create_model(name, **options)` over images of this size."""
 
     def build() -> Job:
         _stand_in_for_torchvision()
@@ -42,7 +43,7 @@ def add(name: str, size: int = 32, *, mixes_rows: bool = False, **options: Any) 
 
 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torchvision and everything in it as modules of empty classes."""
+    """Finds torchvision and all of its submodules as modules of empty classes."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: Any = None
@@ -81,9 +82,9 @@ def _placeholder(name: str) -> type:
 
 
 def _stand_in_for_torchvision() -> None:
-    """The data pipelines of timm import torchvision, of which its models need nothing.
+    """Replace torchvision, which the data pipelines of timm import, but its models do not need.
 
-    PyPI's builds of torchvision do not load beside a CPU build of torch.
+    PyPI's builds of torchvision cannot be loaded with a CPU build of torch.
     """
     if "torchvision" not in sys.modules and importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Placeholders())

@@ -1,5 +1,6 @@
-"""Architectures of transformers, tiny, with random weights: training mode, labels in the batch, the
-model's own loss.
+"""Tiny architectures of transformers, with random weights.
+
+They are in training mode, have labels in the batch, and return their own loss.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ IMAGE: Sizes = {
 }
 LABELS = {"num_labels": 5}
 EXPERTS = {"experts_implementation": "batched_mm"}
-"""Experts by torch's own operators."""
+"""Option that computes experts with torch's own operators."""
 
 
 def tokens(low: int = 3) -> Tensor:
-    """(rows, TIME) token ids that are not special."""
+    """Return (rows, TIME) token ids that are not special."""
     return torch.randint(low, VOCABULARY, (ROWS, TIME))
 
 
 def causal() -> Batch:
-    """Token ids, and labels of which some are not counted."""
+    """Return token ids, and labels of which the first ones are ignored."""
     ids = tokens()
     labels = ids.clone()
     labels[:, :2] = -100
@@ -52,13 +53,14 @@ def causal() -> Batch:
 
 
 def unmasked() -> Batch:
-    """As `causal`, without a mask."""
+    """Return the batch of `causal` without a mask."""
     return {name: value for name, value in causal().items() if name != "attention_mask"}
 
 
 def masked() -> Batch:
-    """Masked language modelling with padding: as many labels in each row, so that rows weigh
-    alike.
+    """Return a batch for masked language modeling with padding.
+
+    All rows have the same number of labels, so that they have the same weight.
     """
     ids = tokens()
     ids[:, -2:] = 0
@@ -68,7 +70,7 @@ def masked() -> Batch:
 
 
 def translated() -> Batch:
-    """Source tokens and target labels."""
+    """Return source tokens and target labels."""
     return {
         "input_ids": tokens(),
         "attention_mask": torch.ones(ROWS, TIME, dtype=torch.long),
@@ -77,7 +79,7 @@ def translated() -> Batch:
 
 
 def image(size: int = 32) -> Callable[[], Batch]:
-    """Images with a class each."""
+    """Return a function that makes images with one class each."""
     return lambda: {
         "pixel_values": torch.randn(ROWS, 3, size, size),
         "labels": torch.tensor([0, 1, 2, 3]),
@@ -85,7 +87,7 @@ def image(size: int = 32) -> Callable[[], Batch]:
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own."""
+    """Return the model's own loss."""
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -102,18 +104,18 @@ def add(
     mixes_rows: bool = False,
     loss: Callable[[nn.Module, Batch], Any] = model_loss,
 ) -> None:
-    """Registers a case.
+    """Register a case.
 
     Args:
-        name: of the architecture.
+        name: name of the architecture.
         head: the class in transformers.
         sizes: its configuration.
         batch: makes the example.
-        nested: makes further configuration out of the transformers module.
+        nested: makes additional configuration from the transformers module.
         refused: as in `Case`.
         gap: as in `Case`.
         mixes_rows: as in `Case`.
-        loss: the model's own unless given.
+        loss: default: the model's own.
     """
 
     def build() -> Job:

@@ -1,4 +1,4 @@
-"""Which stage gets which parameter."""
+"""Assignment of parameters to stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("frozen_gpt")
 
 
 class Block(nn.Module):
-    """(rows, WIDTH) -> the same: a wide layer between two narrow ones, beside a connection that
-    skips them.
+    """A wide layer between two narrow ones, with a skip connection.
+
+    (rows, WIDTH) -> the same.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Orders of a pipeline's work: torch's schedules, and orders that cannot be."""
+"""Orders of a pipeline's actions: torch's schedules, and impossible orders."""
 
 from __future__ import annotations
 

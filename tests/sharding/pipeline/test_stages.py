@@ -1,6 +1,4 @@
-"""Step graphs cut into stages: what the stages compute, one after the other, is what the graph
-computes, bit for bit.
-"""
+"""Step graphs are cut into stages, which compute the same values in sequence, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ CASES = {
     "tied parameters": (2, 3),
     "checkpoint_sequential": (2, 3),
 }
-"""A job, and into how many stages it is cut."""
+"""Job -> the numbers of stages that it is cut into."""
 BOTH = [(case, count) for case, counts in CASES.items() for count in counts]
 SOME = (("gpt", 2), ("gpt", 3), ("BatchNorm1d with momentum=None", 2), ("checkpoint_sequential", 2))
 some_of_both = pytest.mark.matrix(when=lambda case, count: (case, count) in SOME)
@@ -55,11 +53,11 @@ class Captured:
     step: StepGraph
 
     def value(self, port: Port) -> Tensor:
-        """What a graph is given through a port of the whole graph."""
+        """Return the value of an input of the whole graph."""
         return value(port, self.job, dict(self.program.state), self.program.constants)
 
     def whole(self) -> dict[Port, Tensor]:
-        """What the graph puts out."""
+        """Return the outputs of the whole graph."""
         return dict(
             zip(
                 self.step.outputs, self.step.module(*map(self.value, self.step.inputs)), strict=True
@@ -80,7 +78,7 @@ def stages_of(case: str, count: int) -> tuple[Stages, dict[str, tuple[int, ...]]
 
 
 def run(case: str, count: int, *, halves: bool, stages: Stages | None = None) -> dict[Port, Tensor]:
-    """Forward and backward of all stages, one after the other: what they put out together."""
+    """Run forward and backward of all stages in sequence, and return all of their outputs."""
     of, (made, homes) = captured(case), stages_of(case, count)
     stages = stages or made
     held: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -124,7 +122,7 @@ def run(case: str, count: int, *, halves: bool, stages: Stages | None = None) ->
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
 @pytest.mark.parametrize(("case", "count"), BOTH)
 def test_stages_compute_what_the_graph_computes(case: str, count: int, halves: bool) -> None:
-    with deterministic():  # a scatter-add is else another sum each time
+    with deterministic():  # Otherwise the sum of a scatter-add varies.
         wanted, found = captured(case).whole(), run(case, count, halves=halves)
     assert set(found) == set(wanted)
     for port, result in wanted.items():

@@ -1,5 +1,6 @@
-"""`trainload plan --device`: the candidates on a screen, for scripts, node by node, and what is
-said where nothing fits.
+"""`trainload plan --device`: candidates on a screen, for scripts and per node.
+
+If nothing fits, the command explains why.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FEW = [
     "--accumulate",
     "1",
 ]
-"""So little to choose from that a search is short."""
+"""Options that leave few candidates, so that a search is short."""
 ONE = [*FEW, "--strategy", "zero0"]
 
 
@@ -37,7 +38,7 @@ ONE = [*FEW, "--strategy", "zero0"]
 def candidates(
     small_package: Package, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[dict[str, Any]], Plan]:
-    """What the command tells scripts, and the plan that it writes."""
+    """The command's output for scripts, and the plan that it writes."""
     folder = tmp_path_factory.mktemp("planned")
     with redirect_stdout(StringIO()) as out:
         assert (
@@ -62,9 +63,7 @@ def candidates(
 
 @pytest.fixture
 def small(candidates: tuple[list[dict[str, Any]], Plan], tmp_path: Path) -> Path:
-    """A device with a little less memory than the candidate that holds least takes on two of
-    them.
-    """
+    """A device with slightly less memory than the smallest candidate needs."""
     least = min(each["peak_bytes"] - each["memory"]["reserved"] for each in candidates[0])
     path = tmp_path / "small.json"
     link = {"seconds": 1e-5, "bytes_per_second": 1e9}

@@ -1,4 +1,4 @@
-"""A machine is measured, and the planner takes what was written down."""
+"""A machine is profiled, and the planner uses the profile."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from trainload.sharding.planner.device import Link, Measured, Span, read, second
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that the command writes of this machine, its collectives timed by processes that
-    have torch imported.
+    """The profile of this machine that the command writes.
+
+    Its collectives are timed by processes that have already imported torch.
     """
     path = tmp_path_factory.mktemp("profile") / "here.json"
-    # its processes meet in every collective: what uses this is `alone`, or slow
+    # Its processes wait for each other in every collective, so tests that use this are `alone` or
+    # slow.
     server = fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda _: server)

@@ -1,4 +1,4 @@
-"""What the planner says of small jobs whose right answers are known."""
+"""Results of the planner for small jobs whose correct results are known."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def device(
     latency: float = 0.0,
     flops: float = 1e9,
 ) -> DeviceProfile:
-    """One whose figures make sums easy."""
+    """Return a device whose figures make sums easy."""
     return DeviceProfile(
         name="d",
         kind="cpu",
@@ -145,7 +145,7 @@ def test_a_pipelines_bubble_is_that_of_the_textbook(source: Source) -> None:
     }
     for microbatches, candidate in found.items():
         time = candidate.costs.time
-        uneven = 0.2  # the two stages are not quite the same
+        uneven = 0.2  # the two stages are not exactly equal
         assert time.bubble / (time.compute + time.exposed) == pytest.approx(
             1 / microbatches, abs=uneven
         )
@@ -341,8 +341,8 @@ def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(
 
     monkeypatch.setattr("trainload.sharding.planner.plan_source.partition", counted)
     search(Source(small_package), cluster(2), device(), Wanted(tensor=2, pipeline=1), exact=1)
-    # once for all that is judged, whose graphs are let go of, and once for the plan that is played
-    # through
+    # Once for all estimates, whose graphs are then released, and once for the plan that is
+    # simulated.
     assert made == [2, 2]
 
 

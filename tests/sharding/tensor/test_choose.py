@@ -1,4 +1,4 @@
-"""What a tensor axis finds to divide."""
+"""Parameters that a tensor axis divides."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ GPT = {
     "widen.bias": ROWS,
     "widen.weight": ROWS,
 }
-"""The heads of a fused projection and of what follows it, the hidden features of the block, the
-vocabulary of the tied table.
+"""Division of the transformer's parameters.
+
+It divides the heads of a fused projection and of the layer after it, the hidden features of the
+block, and the vocabulary of the tied table.
 """
 
 
 class Attending(nn.Module):
-    """Queries of four heads, keys and values of two."""
+    """Four query heads, two key and value heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,9 +51,7 @@ class Attending(nn.Module):
 
 
 class Twice(nn.Module):
-    """A square weight whose rows and columns are added: shares of them are not shares of the
-    sum.
-    """
+    """A square weight that is added to its transpose: shares of it are not shares of the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Twice(nn.Module):
 
 
 class Grown(nn.Module):
-    """Hidden features that are put behind nothing yet, as a cache of keys does."""
+    """Hidden features that are concatenated to an empty tensor, like in a cache of keys."""
 
     def __init__(self) -> None:
         super().__init__()

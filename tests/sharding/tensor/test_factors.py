@@ -1,4 +1,4 @@
-"""Factors: dims that are tied, and what they are made of."""
+"""Factors: tied dims, and their composition."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Partitioned step graphs on real ranks: losses, gradients and buffers of the graph that they were
-made from.
-"""
+"""Partitioned step graphs on real ranks compute the outputs of the whole graph."""
 
 from __future__ import annotations
 
@@ -42,25 +40,25 @@ CASES = {
     "moving": 3,
     "masked": 0,
 }
-"""A job, and how many of its parameters two ranks divide."""
+"""Job -> the number of its parameters that two ranks divide."""
 CONTEXTS = ("masked",)
-"""Jobs of which the ranks share the positions of a row instead."""
+"""Jobs whose ranks divide the positions of a row instead."""
 ASKED, PACKAGE = "asked.json", "gpt"
-"""Files that tell ranks what they are asked for, and where the GPT's package is."""
+"""Files with the cases for the ranks, and with the path of the GPT's package."""
 SOME = ("gpt", "sdpa with grouped queries", "a convolutional classifier", "moving", *CONTEXTS)
 small_jobs = pytest.mark.matrix(when=lambda case: case in SOME)
 
 
 @functools.cache
 def given(case: str) -> tuple[Job, Program, StepGraph, dict[str, Shard], Partitioned]:
-    """A job, its program, its step graph, how that is divided, and what its ranks call."""
+    """Return a job, its program, its step graph, the division, and what its ranks call."""
     job, program, step = captured(case)
     shards = {} if case in CONTEXTS else choose([step], WORLD)
     return job, program, step, shards, partition(step, WORLD, shards, positions=case in CONTEXTS)
 
 
 def asked(folder: Path) -> list[str]:
-    """The cases that were selected."""
+    """Return the selected cases."""
     found: list[str] = json.loads((folder / ASKED).read_text())
     return found
 
@@ -72,8 +70,10 @@ def prepare(folder: Path) -> None:
 
 
 def compared(case: str, rank: int, world: int) -> dict[str, Any]:
-    """One case on one rank: how far each output is from the whole graph's, relative to its greatest
-    element; and what was exchanged.
+    """Run one case on one rank.
+
+    Returns: the distance of each output from that of the whole graph, relative to the largest
+    element, and counts of the exchanges.
     """
     job, program, step, shards, made = given(case)
     far = distances(job, program, (step, made.step), shards, rank, world)
@@ -127,11 +127,9 @@ def test_parameters_are_divided(ranks: Path, case: str) -> None:
 def test_a_block_is_exchanged_twice_forward_and_twice_backward(
     ranks: Path, case: str, count: int
 ) -> None:
-    """And once for the embedding, and once for the gradient of what the vocabulary's rows are
-    multiplied with.
-    """
+    """The others are for the embedding and for the gradient of the vocabulary's input."""
     exchanges = json.loads((ranks / f"{case}-0.json").read_text())["exchanges"]
-    assert exchanges == {"all_reduce": count + 1}  # the loss
+    assert exchanges == {"all_reduce": count + 1}  # the additional one is for the loss
 
 
 def test_a_graph_that_divides_nothing_is_as_it_was(step: StepGraph) -> None:

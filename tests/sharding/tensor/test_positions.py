@@ -1,4 +1,4 @@
-"""Ranks that share the positions of a row: alone, beside parameters, or beside experts."""
+"""Ranks that share the positions of a row, alone or combined with parameters or experts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ranks_compute_what_one_would(ranks: Path, number: int, rank: int) -> No
 
 
 def exchanged(step: StepGraph, shards: Mapping[str, Shard], least: int) -> Counter[str]:
-    """Collectives of at least so many elements."""
+    """Count the collectives with at least `least` elements."""
     return Counter(
         e.collective
         for e in partition(step, WORLD, shards, positions=True).exchanges
@@ -98,7 +98,7 @@ def test_a_context_gathers_keys_and_values_and_scatters_their_gradients(
     activation = 4 * 16 * 32
     found = exchanged(gpt_step, {}, activation // 2)
     assert found["reduce_scatter"] == 2
-    assert found["all_gather"] == 4  # keys and values, forward and again backward
+    assert found["all_gather"] == 4  # keys and values, in forward and again in backward
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_experts_are_divided_and_nothing_else() -> None:
     }
 
 
-# What is refused
+# Rejected divisions
 
 
 def refusal(name: str, ranks: int, what: Divide) -> str:
@@ -189,7 +189,7 @@ def test_an_edited_plan_that_divides_parameters_among_a_context_is_refused(
         trainload.Plan.model_validate(plan | {"divide": "context"})
 
 
-# What each rank does whole
+# Work that each rank repeats
 
 
 def test_a_plan_lists_what_each_rank_does_whole(gpt_step: StepGraph) -> None:
