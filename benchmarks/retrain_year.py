@@ -41,8 +41,8 @@ from measure import RESULTS, ROOT, alone, machine, note, save, screen, table
 FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
 EVERY = timedelta(days=1)
 GATE = "eval.loss <= champion.eval.loss * 1.01 and eval.steps >= 10 and eval.accuracy > 0.2"
-EVENTS = (("good", 50), ("none", 15), ("nan", 8), ("missing", 7), ("worse", 20))
-EVENTS = (("nothing", 50), ("two at once", 15), ("forward", 10), ("back", 10), ("killed", 15))
+DATA_KINDS = (("good", 50), ("none", 15), ("nan", 8), ("missing", 7), ("worse", 20))
+FAULTS = (("nothing", 50), ("two at once", 15), ("forward", 10), ("back", 10), ("killed", 15))
 LINE = "digits"
 OPERATIONS = {
     "os.rename",
@@ -282,11 +282,11 @@ def year(
     def one(when: datetime) -> None:
         nonlocal day, refused
         kind = (
-            chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0]
+            chance.choices([name for name, _ in DATA_KINDS], [share for _, share in DATA_KINDS])[0]
             if day
             else "good"
         )
-        what = chance.choices([name for name, _ in EVENTS], [share for _, share in EVENTS])[0]
+        what = chance.choices([name for name, _ in FAULTS], [share for _, share in FAULTS])[0]
         counts[kind] += 1
         events[what] += 1
         day += 1
