@@ -255,7 +255,7 @@ def test_without_an_attack_the_package_is_used(copied: Path) -> None:
 
 
 def test_the_traps_are_real(copied: Path, trap: Trap) -> None:
-    """torch's own reader springs the traps, which is why we have another one."""
+    """The traps work with torch's own reader, which is why we have another one."""
     graph = json.loads((copied / "graphs/train.json").read_bytes())
 
     def springs(act: Callable[[], object]) -> bool:
