@@ -66,7 +66,7 @@ FOREIGN = (
     "pytest",
     "ray",
 )
-"""What created the package, the repository's folders, and what the wheel does not depend on."""
+"""Modules of the job, the repository's folders, and modules that the wheel does not depend on."""
 
 
 @pytest.fixture(scope="module")

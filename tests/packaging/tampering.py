@@ -1,4 +1,4 @@
-"""What an attacker does: change files of a package, then recompute every digest."""
+"""Attacks on a package: change its files, then recompute every digest."""
 
 from __future__ import annotations
 
