@@ -1,6 +1,6 @@
 """Write docs/hostile.md: the message for each hostile package, and the time that reading it takes.
 
-make hostile
+`make hostile` runs it.
 """
 
 from __future__ import annotations
