@@ -1,6 +1,4 @@
-"""Configure pytest: select tests by markers, import the shared fixtures of fixtures.py, report slow
-tests.
-"""
+"""Configure pytest: select tests by markers, import the shared fixtures, report slow tests."""
 
 from __future__ import annotations
 
@@ -16,19 +14,23 @@ from tests.timings import add_limit_option, report_timings
 from trainload.core.processes import in_main_thread
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
-"""An example takes as long as the machine is busy, and the same ones are tried each time; `make
+"""Hypothesis profile of the suite.
+
+There is no deadline, since the machine may be busy, and every run tries the same examples; `make
 fuzz` looks for new ones.
 """
 hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A suite that runs in the background of a shell ignores Ctrl-C, and so would all that it
-    starts: its tests press it.
+    """Import the fixtures, collect garbage less often, and restore Ctrl-C.
 
-    Garbage is collected less often: graphs are many objects that live for one test, and looking
-    through them takes a tenth of the time. The process that deals the tests out to others runs
-    none: it needs no fixtures, whose imports take seconds.
+    A suite that runs in the background of a shell ignores SIGINT, and so would the processes that
+    it starts, but some tests send it.
+
+    Garbage is collected less often because graphs consist of many objects that live for one test;
+    scanning them takes a tenth of the time. The process that distributes the tests to pytest-xdist
+    workers runs none, so it does not import the fixtures, which takes seconds.
     """
     deals_out = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     if not deals_out:
@@ -44,22 +46,23 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the suite's own."""
+    """Add the suite's own options."""
     add_limit_option(parser)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files none of whose tests `-m` can select: importing all of them takes longer than
-    some selections run.
+    """Ignore files without tests that `-m` can select.
+
+    Importing all of them takes longer than some selections run.
     """
     return None if may_be_selected(collection_path, config.getoption("markexpr")) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is `slow` and what is `alone`.
+    """Mark tests `ray`, `alone` and `slow`.
 
-    A matrix whose representatives do not exist is an error where all of it was collected.
+    A matrix that names cases that do not exist is an error, unless single tests were requested.
     """
     mark_items(items)
     if not any("::" in argument for argument in config.args) and (
@@ -71,5 +74,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List what exceeds the limit of `--limit`."""
+    """List the tests that exceed `--limit`."""
     report_timings(terminalreporter)

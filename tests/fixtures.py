@@ -25,18 +25,17 @@ from trainload.packaging.write import write_package
 from trainload.sharding.planner.plan_source import Source
 
 MANY = 10
-"""Tests, some of which have ranks."""
+"""Number of tests above which a process starts its fork server early, since some use ranks."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Path]:
-    """A cache for this run of the suite (what is compiled once serves all tests of all processes)
-    and a key, in place of the user's.
+    """A cache and a state folder (with a user key) for this run, in place of the user's own.
 
-    A process that has many tests starts the server that its ranks are forked from beside the first
-    ones.
+    All processes of the run share the cache, so each graph is compiled once. A process with many
+    tests starts the fork server of its ranks while the first tests run.
     """
     folder = run_folder(tmp_path_factory) / "cache"
     with pytest.MonkeyPatch.context() as patch:
@@ -50,14 +49,14 @@ def cache_dir(
 
 @pytest.fixture(scope="session")
 def ray_cluster(cache_dir: Path) -> Iterator[None]:
-    """A Ray cluster of two CPUs on this machine, which `trainload.launch` finds by itself.
+    """A Ray cluster of two CPUs on this machine, which `trainload.launch` finds without an address.
 
     Its workers use the session's cache.
     """
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
-        # 15 by default: beside busy processes a run took more than pytest's ten minutes
+        # the default is 15: next to busy processes a run took longer than pytest's ten minutes
         patch.setenv("RAY_worker_niceness", "0")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -65,7 +64,7 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own
+            warnings.simplefilter("ignore")  # from Ray
             ray.init(
                 address="local",
                 num_cpus=2,
@@ -79,7 +78,7 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The laws' GPT, frozen, with the step graphs of training and evaluation kept in it.
+    """The laws' GPT, frozen, with the step graphs of training and evaluation stored in the package.
 
     No test changes it.
     """
@@ -88,25 +87,25 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="session")
 def gpt_source(gpt: Package) -> Source:
-    """It as plans are made of it, so that they derive and divide its graphs once."""
+    """The source of plans for `gpt`, which derives and divides its graphs only once."""
     return Source(gpt)
 
 
 @pytest.fixture(scope="session")
 def gpt_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows to train it on: not a multiple of its global batch, so that steps cross epochs."""
+    """Training data for `gpt`: not a multiple of its global batch, so that steps cross epochs."""
     return write_rows(tmp_path_factory.mktemp("rows") / "train.npz", 91, seed=1)
 
 
 @pytest.fixture(scope="session")
 def gpt_held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows to evaluate it on."""
+    """Evaluation data for `gpt`."""
     return write_rows(tmp_path_factory.mktemp("rows") / "held-out.npz", 21, seed=2)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A model of three layers, frozen, for what has nothing to do with the model.
+    """A model of three layers, frozen, for tests that do not depend on the model.
 
     No test changes it.
     """
@@ -115,19 +114,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows to train it on: not a multiple of its global batch, so that steps cross epochs."""
+    """Training data for `tiny`: not a multiple of its global batch, so that steps cross epochs."""
     return write_tiny_rows(tmp_path_factory.mktemp("rows") / "train.npz", 91)
 
 
 @pytest.fixture(scope="session")
 def job() -> Job:
-    """A job captured by hand, of everything that a graph file must keep."""
+    """A job captured by hand, with everything that a graph file must store."""
     return make_job()
 
 
 @pytest.fixture(scope="session")
 def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """Its package, with every kind of file. No test changes it."""
+    """The package of `job`, with every kind of file. No test changes it."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "LICENSE").write_text("do as you like\n")
     return write_package(
@@ -142,7 +141,7 @@ def packaged(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same job's package with a derived graph, for what lies about packages.
+    """The package of the same job with a derived graph, for tests of hostile packages.
 
     No test changes it.
     """
@@ -151,7 +150,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(packaged: Package, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy of `packaged` that a test may damage."""
     target = tmp_path / "copy.tl"
     shutil.copytree(packaged.path, target)
     return target
@@ -159,7 +158,7 @@ def copied(packaged: Package, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def signers(tmp_path_factory: pytest.TempPathFactory) -> Signers:
-    """People who sign packages."""
+    """Keys and certificates of people who sign packages."""
     return make_signers(tmp_path_factory.mktemp("keys"))
 
 

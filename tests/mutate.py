@@ -1,10 +1,9 @@
-"""Breaks the code in small ways, one at a time, in a copy of the repository, and demands that the
-laws' tests notice.
+"""Break the code in small ways, one at a time, and check that the laws' tests fail.
 
     python -m tests.mutate [--law N] [--name TEXT] [--why]
 
-Each named test is run once without a break, and must pass; then with each break, and must fail.
-Ends with 1 if a break survives.
+The breaks are applied to a copy of the repository. Each named test is run once without a break and
+must pass, then with each of its breaks and must fail. The exit status is 1 if a break survives.
 """
 
 from __future__ import annotations
@@ -28,21 +27,25 @@ LEFT_OUT = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "build", "dist", "demo", "runs"
 )
 PASSED, FAILED = 0, 1
-"""pytest's exit statuses. Any other means that the tests could not be run."""
+"""Exit statuses of pytest. Any other status means that the tests could not be run."""
 HASH_SEED = "1"
-"""The hash seed of a mutant's tests.
+"""Hash seed of a mutant's tests.
 
-It differs from that of law 5's second process: with a random one, sets had the same order in both
-processes in one run of six.
+It differs from the seed of law 5's second process: with a random seed, sets had the same order in
+both processes in one run of six.
 """
 TIMED_OUT = "from pytest-timeout"
-"""What pytest prints of a test that took too long; its exit status is FAILED then."""
+"""Text that pytest prints if a test times out; its exit status is FAILED then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a test: `noticed`, `survived`, `passed`, or what else pytest ended with;
-    `tail`: its last lines.
+    """Outcome of a test.
+
+    Attributes:
+        result: "noticed", "passed", or a text that describes the failure.
+        seconds: duration.
+        tail: last lines of pytest's output.
     """
 
     result: str
@@ -55,9 +58,7 @@ class Outcome:
 
 
 class Copy:
-    """A copy of the repository, with an environment in which `trainload` and the tests are imported
-    from it.
-    """
+    """Copy of the repository, and an environment that imports trainload and tests from it."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "repository"
@@ -75,9 +76,10 @@ class Copy:
         assert Path(found).is_relative_to(self.root), f"{found} would be tested, and not the copy"
 
     def test(self, node: str) -> tuple[int, str]:
-        """Runs one test.
+        """Run one test.
 
-        Returns: pytest's exit status, or -1 where it took too long, and the end of what it printed.
+        Returns:
+            pytest's exit status, or -1 if the test timed out, and the end of its output.
         """
         options = (
             "-x",
@@ -94,7 +96,7 @@ class Copy:
         return status, "\n".join(done.stdout.strip().splitlines()[-6:])
 
     def apply(self, mutation: Mutation) -> str:
-        """Breaks the code. Returns: the file's text as it was."""
+        """Apply a break. Return the original text of the file."""
         file = self.root / mutation.file
         text = file.read_text()
         assert text.count(mutation.old) == 1, (
@@ -120,7 +122,7 @@ class Copy:
 
 
 def unbroken(copy: Copy, node: str) -> Outcome:
-    """Runs a test on the code as it is."""
+    """Run a test on the unchanged code."""
     began = time.monotonic()
     status, tail = copy.test(node)
     return Outcome(
@@ -131,7 +133,7 @@ def unbroken(copy: Copy, node: str) -> Outcome:
 
 
 def broken(copy: Copy, mutation: Mutation) -> Outcome:
-    """Runs a mutation's test on the code that it breaks."""
+    """Run the test of a break on the broken code."""
     began = time.monotonic()
     text = copy.apply(mutation)
     try:
@@ -143,8 +145,9 @@ def broken(copy: Copy, mutation: Mutation) -> Outcome:
 
 
 def show(law: int, name: str, test: str, outcome: Outcome, why: bool) -> None:
-    """Prints a line of the table, and the end of pytest's output where something is wrong or `why`
-    is asked for.
+    """Print a line of the table.
+
+    The end of pytest's output follows if something is wrong or `why` is true.
     """
     print(
         f"{law}  {name:<66.66}  {test.removeprefix('test_law_'):<72.72}  {outcome.result} "
@@ -160,12 +163,12 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: 0 where every break was noticed."""
+    """Run the breaks. Return 0 if every one was noticed, otherwise 1."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--law", type=int, help="only the breaks of this law")
-    parser.add_argument("--name", default="", help="only breaks whose names hold this text")
+    parser.add_argument("--name", default="", help="only breaks whose names contain this text")
     parser.add_argument("--why", action="store_true", help="show how each test failed")
     options = parser.parse_args(arguments)
     mutations = chosen(options)

@@ -1,6 +1,6 @@
 """Small breaks of the code, at least two for each law, and the test that must notice each.
 
-`python -m tests.mutate` tries them.
+`python -m tests.mutate` applies them.
 """
 
 from __future__ import annotations

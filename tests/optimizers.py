@@ -1,4 +1,4 @@
-"""An optimizer captured for a program, in one call."""
+"""Capture of a job's optimizer in one call."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from trainload.capture.program import Program
 
 
 def optimizer_of(job: Job, program: Program) -> tuple[Recipe, tuple[UpdateGraph, ...]]:
-    """Return the recipe and the updates of a job whose program was captured."""
+    """Return the recipe and the update graphs of a job whose program was captured."""
     return capture_optimizer(job, program, make_optimizers(job))

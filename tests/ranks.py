@@ -1,7 +1,7 @@
-"""Processes of one gloo group, for tests of what ranks do together.
+"""Processes of a gloo group, for tests of what ranks do together.
 
-They are forked from a server that has torch and trainload imported: a rank begins in milliseconds
-where an interpreter takes seconds.
+They are forked from a server that has imported torch and trainload: a rank starts in milliseconds,
+an interpreter would take seconds.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PRELOADED = (
     "tests.laws.gpt",
 )
 SECONDS = 500.0
-"""Time limit of a process: below pytest's own, and far above what any takes on a busy machine."""
+"""Time limit of a process: below pytest's own, and far above what any needs on a busy machine."""
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def fork_server() -> ForkServerContext:
-    """Return the context whose processes are forked from this process's server."""
+    """Return the context whose processes are forked from this process's fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
@@ -50,11 +50,11 @@ def on_ranks(
     folder: Path,
     prepare: Callable[[Path], object] | None = None,
 ) -> None:
-    """Call `act(rank, world, folder)`, a function of a module, in a process for each rank. Demand
-    that all of them end well.
+    """Call `act(rank, world, folder)` in a process for each rank, and check that all succeed.
 
-    prepare: is called with the folder in the process that the ranks are then forked from: they have
-        what it has cached. They cannot differentiate where it has: torch's autograd does not
+    act: a module-level function.
+    prepare: called with the folder in the process from which the ranks are forked, so that they
+        inherit its caches. If it uses autograd, the ranks cannot: torch's autograd does not
         survive a fork.
     """
     parent = fork_server().Process(
@@ -70,8 +70,9 @@ def on_ranks(
 def start(
     act: Callable[..., None], *arguments: Any, cwd: Path, log: Path, variables: Mapping[str, str]
 ) -> ForkServerProcess:
-    """Start `act(*arguments)`, a function of a module, in a process with this environment, whose
-    output goes to `log`.
+    """Start `act(*arguments)` in a process with this environment, and write its output to `log`.
+
+    `act` is a module-level function.
     """
     process = fork_server().Process(
         target=_as_command, args=(act, arguments, cwd, log, dict(variables))
@@ -87,13 +88,13 @@ def ran(
     seconds: float = SECONDS,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int | None, str]:
-    """Call `act(*arguments)`, a function of a module, in a process of its own, which is killed if
-    it takes longer than `seconds`.
+    """Call `act(*arguments)` in a new process, which is killed after `seconds`.
 
-    variables: of the environment, beside those of this process.
+    act: a module-level function.
+    variables: environment variables, in addition to those of this process.
 
     Returns:
-        its exit status, and what it printed.
+        Exit status and output of the process.
     """
     log = cwd / "told"
     process = start(act, *arguments, cwd=cwd, log=log, variables={**os.environ, **variables})
@@ -103,7 +104,7 @@ def ran(
 
 
 def end(processes: Sequence[ForkServerProcess]) -> None:
-    """Kill what is left of some processes."""
+    """Kill the processes that are still running."""
     for process in processes:
         if process.is_alive():
             process.kill()

@@ -1,16 +1,15 @@
-"""Which tests `make test` runs: the markers that its selection goes by, set where a test's cases or
-fixtures decide.
+"""Markers by which `make test` selects tests, set from a test's cases and fixtures.
 
-    @pytest.mark.matrix("zero3-gpt", "single-*")          # ids of cases; `*` stands for anything
+    @pytest.mark.matrix("zero3-gpt", "single-*")          # ids of cases; `*` matches anything
     @pytest.mark.matrix(kind=lambda case: case.cause)     # the first case of each kind
-    @pytest.mark.matrix(when=lambda case: case in SMALL)  # those for which this holds
+    @pytest.mark.matrix(when=lambda case: case in SMALL)  # the cases for which this is true
     @pytest.mark.parametrize("case", CASES)
     def test_...
 
-Every other case of a matrix is marked `slow`, so `make test-long` runs it. Whatever uses the
-fixture `ray_cluster` is marked `ray`, and whatever is marked `ray` is marked `alone`: it runs when
-no other test does. A file with such tests says so somewhere (`ray_cluster`, `mark.ray`,
-`mark.alone`), so that a run of these tests imports no other files.
+Every other case of a matrix is marked `slow`, so only `make test-long` runs it. Tests that use the
+fixture `ray_cluster` are marked `ray`, and tests marked `ray` are marked `alone`: no other test
+runs at the same time. A file with such tests contains `ray_cluster`, `mark.ray` or `mark.alone`, so
+that a run of these tests imports no other files.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def mark_items(items: Sequence[pytest.Item]) -> None:
     """Add `ray`, `alone` and `slow` to the tests that need them.
 
     Raises:
-        pytest.UsageError: a matrix is not parametrized, or names neither ids nor a kind; or the
-            file of a test on Ray does not say so.
+        pytest.UsageError: a matrix is not parametrized, or has neither ids nor a kind; or the file
+            of a test on Ray does not contain one of the words above.
     """
     seen: dict[str, set[Hashable]] = {}
     for item in items:
@@ -55,14 +54,15 @@ def mark_items(items: Sequence[pytest.Item]) -> None:
 
 
 def may_have_alone(path: Path) -> bool:
-    """Return whether a test file may have tests that are marked `alone`."""
+    """Return True if a test file may have tests that are marked `alone`."""
     text = path.read_text()
     return any(word in text for word in (CLUSTER_FIXTURE, "mark.ray", "mark.alone"))
 
 
 def may_be_selected(path: Path, expression: str) -> bool:
-    """Return whether a file may have tests that `-m expression` selects: False where all of these
-    are `alone` and the file has none.
+    """Return True if a file may have tests that `-m expression` selects.
+
+    The result is False if the expression selects only `alone` tests and the file has none.
     """
     wants_alone = (
         re.fullmatch(r"(.+ and )?(alone|ray)", expression) is not None and " or " not in expression
@@ -76,7 +76,7 @@ def may_be_selected(path: Path, expression: str) -> bool:
 
 
 def unmatched_patterns(items: Sequence[pytest.Item]) -> list[str]:
-    """Return "test: pattern" for each pattern of a matrix that no case of its test matches."""
+    """Return "test: pattern" for each pattern of a matrix that matches no case of its test."""
     cases: dict[tuple[str, str], bool] = {}
     for item in items:
         matrix = item.get_closest_marker("matrix")
@@ -91,11 +91,10 @@ def unmatched_patterns(items: Sequence[pytest.Item]) -> list[str]:
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
-    """Return the values of a parameter that the tests of a fixture's scope have, so that a fixture
-    that serves all of them does no more.
+    """Return the values of a parameter in the selected tests of a fixture's scope.
 
-    Tests of other files may call other things by the same name: a fixture of a module hears of its
-    module's alone.
+    A fixture that serves all of them then does no unnecessary work. In a fixture of a module,
+    parameters of the same name in other files are ignored, since they may mean something else.
     """
     items = [
         item

@@ -1,6 +1,4 @@
-"""Makes once in a run of the suite, in whichever of its processes needs it first, what is slow to
-make.
-"""
+"""Create slow test data once per run of the suite, in the first process that needs it."""
 
 from __future__ import annotations
 
@@ -19,12 +17,13 @@ from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import step_graphs
 
 SHARED = "SHARED_FOLDER"
-"""The variable that names a folder which the runs of pytest of one `make test` share."""
+"""Environment variable with the folder that the pytest runs of one `make test` share."""
 
 
 def run_folder(factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that all processes of this run of pytest share, with those of the other
-    runs of `make test`.
+    """Return the folder that all processes of this pytest run share.
+
+    All pytest runs of one `make test` have the same folder.
     """
     if SHARED in os.environ:
         return Path(os.environ[SHARED])
@@ -33,11 +32,12 @@ def run_folder(factory: pytest.TempPathFactory) -> Path:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return the folder `name` of this run, which `make` has filled in one of its processes. Nobody
-    may change it.
+    """Return the folder `name` of this run, which `make` has filled in one of its processes.
 
-    make: receives the folder, empty. Where it fails, the next process that asks tries again.
-        Functions of other files may make other things of one name.
+    The folder must not be changed.
+
+    make: receives the empty folder. If it fails, the next process that needs the folder tries
+        again. Functions of different files may use the same name.
     """
     return _filled(factory, name, make, make)
 
@@ -45,13 +45,12 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 def frozen_once(
     factory: pytest.TempPathFactory, name: str, job: Callable[[], trainload.Job]
 ) -> Package:
-    """Return the package `name`.tl of a job, frozen once in this run, as `made_once` makes things.
-    Nobody may change it.
+    """Return the package `name`.tl of a job, frozen once in this run.
 
-    What every plan and every launch would derive of it anew, its evaluation's step graphs, is kept
-    in it.
+    It must not be changed. The step graphs of its evaluation are stored in it, so that plans and
+    launches do not derive them again.
 
-    job: a function, which is called where the package is not there yet.
+    job: called if the package does not exist yet.
     """
 
     def make(folder: Path) -> None:
@@ -71,8 +70,9 @@ def _filled(
     given: Callable[..., object],
     make: Callable[[Path], object],
 ) -> Path:
-    """Fill the folder of this name and of the file of the function that was given: conftest.py of
-    every folder is the module `conftest`.
+    """Fill the folder of this name and of the file that defines `given`.
+
+    The file is part of the key because the conftest.py of every folder is the module `conftest`.
     """
     source = Path(inspect.getfile(given))
     place = run_folder(factory) / f"shared-{source.parent.name}-{source.stem}-{name}"

@@ -1,4 +1,4 @@
-"""Shares of tensors, as a test cuts them: by torch's own chunk and cat."""
+"""Shares of tensors, cut with torch's own chunk and cat."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from trainload.sharding.plans.plan import Shard
 
 
 def cut(whole: Tensor, shard: Shard, index: int, ranks: int) -> Tensor:
-    """The share of rank `index`: its chunk of each block."""
+    """Return the share of rank `index`: its chunk of each block."""
     blocks = whole.chunk(shard.blocks, shard.dim)
     return torch.cat([block.chunk(ranks, shard.dim)[index] for block in blocks], shard.dim)

@@ -1,6 +1,4 @@
-"""Times of tests: `--limit SECONDS` lists the slowest, and those above the limit that `make test`
-may not have.
-"""
+"""Durations of tests: `--limit SECONDS` lists the slowest, and fails if one exceeds the limit."""
 
 from __future__ import annotations
 
@@ -11,17 +9,16 @@ from dataclasses import dataclass
 import pytest
 
 MAY_EXCEED = ("tests/laws/test_law_1.py", "tests/laws/test_law_4.py")
-"""Files whose tests may take longer: the wheel in fresh environments; whole runs killed and
-resumed.
+"""Files whose tests may exceed the limit: they install wheels, or kill and resume whole runs.
 
-So may what is `ray` or `slow`.
+Tests marked `ray` or `slow` may exceed it too.
 """
 LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds that a test took with its fixtures. exempt: the limit does not hold for it."""
+    """Duration of a test with its fixtures, in seconds. `exempt`: the limit does not apply."""
 
     test: str
     seconds: float
@@ -29,7 +26,7 @@ class Timing:
 
 
 def add_limit_option(parser: pytest.Parser) -> None:
-    """Add `--limit`."""
+    """Add the option `--limit`."""
     parser.addoption(
         "--limit",
         type=float,
@@ -39,9 +36,9 @@ def add_limit_option(parser: pytest.Parser) -> None:
 
 
 def timings_of(reports: Iterable[pytest.TestReport]) -> list[Timing]:
-    """Return the time of each test, the longest first.
+    """Return the duration of each test, longest first.
 
-    A fixture's time counts for the first test that uses it.
+    A fixture's duration counts for the first test that uses it.
     """
     seconds: dict[str, float] = defaultdict(float)
     exempt: dict[str, bool] = {}
@@ -57,8 +54,10 @@ def timings_of(reports: Iterable[pytest.TestReport]) -> list[Timing]:
 
 
 def lines_of(timings: Sequence[Timing], limit: float) -> list[str]:
-    """Return what `--limit` prints: the slowest tests and all above the limit, then how many of
-    these are not exempt.
+    """Return the output of `--limit`.
+
+    It lists the slowest tests and all that exceed the limit, then the number of these that are not
+    exempt.
     """
     above = [timing for timing in timings if timing.seconds > limit]
     lines = []
@@ -82,8 +81,9 @@ def lines_of(timings: Sequence[Timing], limit: float) -> list[str]:
 
 
 def report_timings(reporter: pytest.TerminalReporter) -> None:
-    """Print the slowest tests and those above the limit, where `--limit` is given; the session then
-    fails of any that is not exempt.
+    """Print the slowest tests and those above the limit if `--limit` is given.
+
+    The session fails if one of these is not exempt.
     """
     limit = reporter.config.getoption("limit")
     if limit is None:

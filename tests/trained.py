@@ -1,6 +1,4 @@
-"""Trains a job as a package and in a plain loop of eager PyTorch, on the same rows, to compare the
-two.
-"""
+"""Train a job as a package and in a loop of eager PyTorch, on the same rows, to compare the two."""
 
 from __future__ import annotations
 
@@ -24,19 +22,17 @@ from trainload.launching.data.sampler import rows
 
 UPDATES = 4
 Draws = Callable[[Job, int, int], AbstractContextManager[Any]]
-"""(job, step, rows of the batch) -> what a step of eager PyTorch runs in."""
+"""(job, step, rows of the batch) -> context manager in which eager PyTorch runs a step."""
 
 
 def of_torch(job: Job, step: int, rows: int) -> AbstractContextManager[None]:
-    """Leave eager PyTorch its own random numbers."""
+    """Let eager PyTorch draw its own random numbers."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The loss of each of `UPDATES` updates, and the model's parameters and buffers after the last,
-    by name.
-    """
+    """Loss of each of `UPDATES` updates, and the final parameters and buffers by name."""
 
     losses: list[float]
     state: dict[str, Tensor]
@@ -52,7 +48,7 @@ def assert_trains_as_eager(
 ) -> None:
     """Assert that a job's package trains to the losses and the state of eager PyTorch.
 
-    Arguments as for `train_both`.
+    The other arguments are those of `train_both`.
     """
     expected, got = train_both(job, data, folder, draws, **options)
     torch.testing.assert_close(
@@ -70,15 +66,16 @@ def train_both(
     """Train a job for `UPDATES` updates in eager PyTorch and as a package.
 
     Args:
-        job: of one graph, without schedule and clipping. Its optimizer factory is called twice, on
+        job: has one graph, no schedule and no clipping. Its optimizer factory is called twice, on
             two copies of the model.
-        data: as `Job.batch`, of a multiple of the global batch's rows, which come first; without
-            what all rows share.
-        folder: an empty one.
-        draws: where eager PyTorch's random numbers come from.
-        options: of `launch`.
+        data: has the structure of `Job.batch`, without what all rows share. Rows are the first
+            dimension; their number is a multiple of the global batch.
+        folder: an empty folder.
+        draws: source of eager PyTorch's random numbers.
+        options: options of `launch`.
 
-    Returns: what eager PyTorch gave, and what the package gave.
+    Returns:
+        Results of eager PyTorch, and of the package.
     """
     expected = train_eagerly(copy.deepcopy(job), data, draws)
     package = trainload.freeze(job, folder / "job.tl")
@@ -101,8 +98,9 @@ def train_both(
 
 
 def train_eagerly(job: Job, data: Mapping[str, Any], draws: Draws = of_torch) -> Trained:
-    """Train a job's own model in a plain loop, on the rows that a run would take, in the mode that
-    it was handed over in.
+    """Train a job's own model in a plain loop, on the rows that a run would use.
+
+    A model in training mode keeps the modes of its submodules.
     """
     job = arranged(job)
     model = job.model if job.model.training else job.model.train()

@@ -1,4 +1,4 @@
-"""Wait for a condition, with a generous limit."""
+"""Wait for a condition, with a generous time limit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def wait_until(
     """Return the result of `condition` as soon as it is true.
 
     Args:
-        condition: is called again and again.
-        seconds: the limit. A machine may be busy, so it is no measure of how long the condition
+        condition: called repeatedly.
+        seconds: time limit. The machine may be busy, so it does not measure how long the condition
             should take.
-        meanwhile: is called before each try but the first, and may fail where waiting is of no use:
-            a process has ended.
-        every: seconds between tries.
+        meanwhile: called before each retry; may raise if waiting is useless, for example because a
+            process has ended.
+        every: seconds between attempts.
 
     Raises:
-        AssertionError: it is not true within `seconds`.
+        AssertionError: the condition is not true within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not (result := condition()):

@@ -1,4 +1,4 @@
-"""The benchmark of the freeze, with a Llama of a few layers."""
+"""Benchmark of the freeze, run with a Llama of a few layers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What the script writes down.
+    """Results that the script writes.
 
-    Its status is not asked: at this size what does not grow with the model weighs too much.
+    Its exit status is ignored: in a model of this size, costs that do not grow with the model weigh
+    too much.
     """
     out = tmp_path_factory.mktemp("freeze") / "freeze.json"
     command = [

@@ -1,4 +1,4 @@
-"""The GPU benchmark, at the size that it has where there is no GPU."""
+"""GPU benchmark, run at the size that it has without a GPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = "trainload cold,trainload warm,eager"
 BF16_TOLERANCE = 0.01
-"""Relative, over 50 steps.
+"""Relative tolerance over 50 steps.
 
-Whole batch against two halves differ by 1e-3 in bfloat16 after a few steps, in eager too.
+In bfloat16, a whole batch and two halves differ by 1e-3 after a few steps, in eager mode too.
 """
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What the script says of its one case."""
+    """Results of the script's only case."""
     folder = tmp_path_factory.mktemp("gpu")
     out = folder / "gpu.json"
     environment = {

@@ -1,4 +1,4 @@
-"""Breaks of what is kept: packages, releases, checkpoints, ticks. Laws 5 to 7."""
+"""Breaks of stored data: packages, releases, checkpoints, ticks. Laws 5 to 7."""
 
 from __future__ import annotations
 

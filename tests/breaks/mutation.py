@@ -1,4 +1,4 @@
-"""What a break of the code is."""
+"""Definition of a break of the code."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A bug that somebody could make.
+    """A plausible bug.
 
     Attributes:
-        law: the law that it breaks.
-        name: what is wrong.
-        file: relative to the repository's root.
-        old: text that occurs exactly once in it.
-        new: what stands there instead.
-        test: a pytest node that must fail, one of its law's or, quicker, of its stage's
-            ("../capture/..."); relative to tests/laws.
+        law: the law that it violates.
+        name: description of the bug.
+        file: path relative to the repository's root.
+        old: text that occurs exactly once in the file.
+        new: text that replaces `old`.
+        test: pytest node that must fail: a test of the law or, if that is faster, of the code's
+            stage ("../capture/..."); relative to tests/laws.
     """
 
     law: int

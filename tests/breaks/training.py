@@ -1,4 +1,4 @@
-"""Breaks of what is trained: laws 1 to 4."""
+"""Breaks of training: laws 1 to 4."""
 
 from __future__ import annotations
 

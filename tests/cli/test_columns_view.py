@@ -1,4 +1,4 @@
-"""Tables break no word, however narrow the terminal is."""
+"""Tables never break a word, however narrow the terminal is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainload.cli.view.column_table import Columns
 from trainload.packaging.package import Package
 
 LONG = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-"""No terminal of 80 columns has room for it beside three other columns."""
+"""A name that does not fit next to three other columns in a terminal of 80 columns."""
 
 
 def printed(table: Columns, width: int) -> str:

@@ -1,4 +1,4 @@
-"""The command line: help, exit status, errors."""
+"""Command line: help, exit status, errors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     )
 
 
-@pytest.mark.slow  # an interpreter of its own
+@pytest.mark.slow  # starts an interpreter
 def test_the_console_script_exits_with_the_status() -> None:
     script = Path(sys.executable).with_name("trainload")
     assert (
@@ -201,7 +201,7 @@ BAD_REQUESTS = {
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder."""
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path

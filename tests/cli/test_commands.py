@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ is one that the command line takes."""
+"""The command line accepts every command in README.md and docs/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands that stand in a page's indented blocks, in one line each."""
+    """Return the commands in a page's indented blocks, each on one line."""
     joined = re.sub(r"\\\n\s*", "", page.read_text())
     return re.findall(r"^    (trainload .*)$", joined, re.MULTILINE)
 
@@ -28,7 +28,7 @@ COMMANDS = [
 
 @pytest.fixture(autouse=True)
 def _only_parses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's files are not those of this machine, and nothing is done."""
+    """Commands are parsed but not run: this machine does not have a page's files."""
     monkeypatch.setattr(click.Path, "convert", lambda _, value, *rest: Path(value))
     monkeypatch.setattr(click.Command, "invoke", lambda *_: None)
 
@@ -37,6 +37,6 @@ def _only_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     "command", [command for _, command in COMMANDS], ids=[name for name, _ in COMMANDS]
 )
 def test_a_command_of_a_page_is_taken(command: str) -> None:
-    """In a page, [--option] may be left out, and # after a space begins a comment."""
+    """In a page, [--option] is optional, and # after a space begins a comment."""
     words = shlex.split(re.sub(r"\[|\](?=\s|$)|\s+#.*", "", command))
     cli.commands.main(words[1:], prog_name="trainload", standalone_mode=False)

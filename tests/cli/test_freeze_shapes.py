@@ -58,7 +58,7 @@ Capture = pytest.CaptureFixture[str]
 
 @contextmanager
 def placed(folder: Path) -> Iterator[None]:
-    """The current folder is one that holds the jobs and nothing else."""
+    """Change to a folder that contains only the jobs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))
@@ -77,7 +77,7 @@ def here(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A freeze with both options and --json: its folder, and what it printed."""
+    """Folder and output of a freeze with both options and --json."""
     folder, printed = tmp_path_factory.mktemp("told"), io.StringIO()
     with placed(folder), redirect_stdout(printed):
         assert (
@@ -98,7 +98,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def assert_recorded(folder: Path) -> None:
-    """Check that the package says what it was frozen with."""
+    """Check that the package records the sizes and the fixes that it was frozen with."""
     record = parse_canonical((folder / "out.tl/debug/batch.json").read_bytes(), "debug/batch.json")
     assert record["dynamic"] == {"x": {"0": "Dim('batch', min=1)", "1": "Dim('seq', max=16)"}}
     (fix,) = record["fixes"]
@@ -141,7 +141,7 @@ def test_a_table_says_what_each_dim_may_be_and_the_freeze_goes_on(
     assert (here / "out.tl").is_dir()
 
 
-@pytest.mark.slow  # test_shape_report.py has what such a report says
+@pytest.mark.slow  # test_shape_report.py tests the content of such a report
 def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: Capture) -> None:
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--explain-shapes"]) == 2
     printed = capsys.readouterr()
@@ -154,7 +154,7 @@ def test_the_table_is_printed_where_torch_refuses_the_sizes(here: Path, capsys: 
     assert not (here / "out.tl").exists()
 
 
-@pytest.mark.slow  # the next tests have the same fixes in the record and as JSON
+@pytest.mark.slow  # the next tests check the same fixes in the record and as JSON
 def test_suggested_fixes_are_applied_printed_and_recorded(here: Path, capsys: Capture) -> None:
     assert cli.run(["freeze", "positioned.py:wide", "-o", "out.tl", "--apply-suggested-fixes"]) == 0
     assert (

@@ -1,4 +1,4 @@
-"""`trainload freeze --strict` and `--no-strict`, and what a package says of torch.export's mode."""
+"""`trainload freeze --strict` and `--no-strict`, and the mode that a package records."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(scope="module")
 def fallen_back(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A package whose training graph the strict mode captured."""
+    """A package whose training graph was captured in strict mode as a fallback."""
     torch.manual_seed(1)
     return trainload.freeze(flat(), tmp_path_factory.mktemp("fallen") / "a.tl")
 
 
 @pytest.fixture(scope="module")
 def asked_for(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A plain model's package of the strict mode."""
+    """The package of a plain model, frozen with `strict=True`."""
     torch.manual_seed(1)
     return trainload.freeze(job(Model()), tmp_path_factory.mktemp("asked") / "a.tl", strict=True)
 
@@ -135,13 +135,13 @@ def test_both_modes_give_one_program_for_a_plain_model(asked_for: Package) -> No
     assert graphs[0] == graphs[1]
 
 
-@pytest.mark.slow  # of packages in general law 5 says so
+@pytest.mark.slow  # law 5 checks this for packages in general
 def test_a_strict_package_is_the_same_byte_for_byte(fallen_back: Package, tmp_path: Path) -> None:
     torch.manual_seed(1)
     assert trainload.freeze(flat(), tmp_path / "b.tl").digest == fallen_back.digest
 
 
-@pytest.mark.slow  # the first tests freeze so, and the next one asks for the other way
+@pytest.mark.slow  # the first tests freeze this way, and the next one with --no-strict
 def test_the_command_line_freezes_by_itself(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["freeze", spec, "-o", "a.tl"]) == 0
     assert cli.run(["inspect", "a.tl"]) == 0
@@ -155,7 +155,7 @@ def test_no_strict_refuses_on_the_command_line(
     assert "only one size in this model" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # the option is passed on as --no-strict is
+@pytest.mark.slow  # the option is passed on in the same way as --no-strict
 def test_strict_on_the_command_line_is_written_down(
     spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

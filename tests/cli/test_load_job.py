@@ -36,8 +36,9 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a file into the current folder, which is empty; what was imported is forgotten
-    afterwards.
+    """A function that writes a file to the working directory, which is empty.
+
+    Modules that were imported from there are forgotten afterwards.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

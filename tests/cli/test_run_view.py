@@ -1,4 +1,4 @@
-"""What a person sees of a run as it goes on."""
+"""Progress of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START = Event("start", {"step": 0, "steps": 100, "world": 2, "strategy": "zero1"
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """Clock that advances only when it is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -86,7 +86,7 @@ def test_a_run_outlives_its_terminal(terminal: bool) -> None:
 
 
 def report_to_nobody() -> None:
-    """Reports a run to standard error, which nobody reads any more."""
+    """Report a run to standard error after its reader has closed it."""
     read, write = os.pipe()
     os.close(read)
     os.dup2(write, 2)
@@ -94,7 +94,7 @@ def report_to_nobody() -> None:
     with run_view.RunView(Console(stderr=True)) as report:
         for _ in range(1000):
             report(Event("stage", {"name": "data"}))
-    sys.stderr.flush()  # as an interpreter's end does, which would fail for what is left
+    sys.stderr.flush()  # an interpreter flushes at exit, and would fail if anything were left
 
 
 def test_a_run_outlives_who_reads_its_lines(tmp_path: Path) -> None:

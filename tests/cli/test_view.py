@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""Text and JSON forms of values that are shown to people."""
 
 from __future__ import annotations
 

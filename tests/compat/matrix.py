@@ -1,10 +1,10 @@
-"""`make compat`: every supported torch, side by side: packages frozen by each are opened and
-trained by each, and so are the goldens.
-
-Environments are made in .compat/, one for each torch (CUDA builds from PyPI, which run on CPU: some
-7 GB each), and used again. Writes docs/compat.md and benchmarks/results/compat.json.
+"""`make compat`: packages of every supported torch, opened and trained by each of them.
 
     python -m tests.compat.matrix [2.11 2.12 ...]
+
+The goldens are opened and trained by every torch too. Environments are created in .compat/, one for
+each torch (CUDA builds from PyPI, which run on CPU: some 7 GB each), and reused. Writes
+docs/compat.md and benchmarks/results/compat.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ also opened with each torch version.
 
 
 def dependencies() -> list[str]:
-    """Return what pyproject.toml requires besides torch."""
+    """Return the dependencies in pyproject.toml except torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [each for each in project["dependencies"] if Requirement(each).name != "torch"]
 
@@ -50,7 +50,7 @@ def python_of(version: str) -> Path:
 
 
 def make_environment(version: str) -> None:
-    """An environment with this torch and what trainload needs, once."""
+    """Create an environment with this torch and trainload's dependencies, unless it exists."""
     stamp = FOLDER / version / ".stamp"
     if stamp.exists():
         return
@@ -84,7 +84,7 @@ def make_environment(version: str) -> None:
 
 
 def asked(version: str, verb: str, folders: Sequence[Path]) -> dict[str, Any]:
-    """What tests/compat/one.py tells in the environment of a torch."""
+    """Run tests/compat/one.py in the environment of a torch, and return what it writes."""
     file = FOLDER / f"{verb}-{version}.json"
     variables = {
         **os.environ,
@@ -109,14 +109,14 @@ def asked(version: str, verb: str, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def fine(name: str, result: dict[str, Any]) -> bool:
-    """Whether a package loads, and trains to its maker's losses if it has weights."""
+    """Return True if a package loads and, if it has weights, trains to its recorded losses."""
     if result["trains"] is None:
         return bool(result["loads"])
     return bool(result["trains"]) and result["apart"] <= TOLERANCES.get(name, FP32)
 
 
 def cell(results: dict[str, dict[str, Any]]) -> str:
-    """One of the matrix: case -> result."""
+    """Return a cell of the matrix from the results by case."""
     good = sum(fine(name, result) for name, result in results.items())
     apart = [
         result["apart"]
@@ -129,7 +129,7 @@ def cell(results: dict[str, dict[str, Any]]) -> str:
 
 
 def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
-    """docs/compat.md."""
+    """Return the text of docs/compat.md."""
     told = {version: opened[version]["results"] for version in versions}
     lines = [
         HEAD.format(fp32=FP32, bf16=BF16).rstrip(),
@@ -179,14 +179,14 @@ def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]
 
 
 def packages(version: str) -> dict[str, Path]:
-    """Case -> folder of what a torch has frozen, whether or not it could."""
+    """Return case -> folder in which a torch has frozen its package, or has failed to."""
     from tests.golden.jobs import CASES
 
     return {name: FOLDER / f"frozen-{version}" / name for name in CASES}
 
 
 def main(versions: Sequence[str]) -> None:
-    """Make the matrix."""
+    """Create the matrix."""
     FOLDER.mkdir(exist_ok=True)
     frozen = {}
     for version in versions:

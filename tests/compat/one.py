@@ -1,7 +1,8 @@
-"""What one torch does for the matrix, in an environment of its own: `python -m tests.compat.one
-freeze|open FILE FOLDER...`.
+"""Freeze or open packages with one torch, in an environment of its own, for the matrix.
 
-Python's path must have the repository's root and src/.
+    python -m tests.compat.one freeze|open FILE FOLDER...
+
+PYTHONPATH must contain the repository's root and src/.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from trainload.core.errors import TrainloadError
 
 
 def freeze(folder: Path) -> dict[str, Any]:
-    """Freeze every golden's job into `folder`, with the losses that it gives here.
+    """Freeze the job of every golden into `folder`, with the losses that this torch computes.
 
-    Returns: case -> what went wrong, "" if nothing did.
+    Returns:
+        case -> error message, "" if there was none.
     """
     told = {}
     for name, case in CASES.items():
@@ -39,8 +41,10 @@ def freeze(folder: Path) -> dict[str, Any]:
 
 
 def tried(folder: Path) -> dict[str, Any]:
-    """Open one package and train it: what was read, and how far its losses are from those that its
-    maker got, relative.
+    """Open one package and train it.
+
+    Return whether it loads and trains, the greatest relative difference from its recorded losses,
+    and an error message.
     """
     golden = Golden(folder)
     try:
@@ -73,7 +77,7 @@ def _line(error: BaseException) -> str:
 
 
 def main(verb: str, file: Path, folders: Sequence[Path]) -> None:
-    """Write a JSON file with what came of it."""
+    """Write the results to a JSON file."""
     warnings.simplefilter("ignore")
     results = (
         freeze(folders[0])

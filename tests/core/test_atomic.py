@@ -1,4 +1,4 @@
-"""A file, a link or a folder appears whole, or not at all, whoever else writes it."""
+"""A file, a link or a folder is written completely or not at all, with concurrent writers too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def create(path: Path, number: int) -> bool:
 
 
 def concurrently(function: Callable[[Path, int], Any], path: Path) -> list[Any]:
-    """Return what each of WRITERS processes returns."""
+    """Call `function` in WRITERS concurrent processes. Return the results."""
     with fork_server().Pool(WRITERS) as pool:
         return pool.starmap(function, [(path, number) for number in range(WRITERS)], chunksize=1)
 
@@ -67,7 +67,7 @@ def test_of_several_processes_that_create_a_file_exactly_one_succeeds(tmp_path: 
 def test_processes_with_one_process_id_have_temporary_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in two containers that share a file system."""
+    """Processes of two containers that share a file system may have one process id."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with (
         atomic.temporary_file(tmp_path / "file", b"first") as first,

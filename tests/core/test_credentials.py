@@ -112,9 +112,10 @@ def test_an_error_without_secrets_stays_as_it_is() -> None:
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[str]]]:
-    """A web server on loopback that lets in who has the password.
+    """A web server on loopback that requires the password.
 
-    Yields: host:port, and what was shown to it.
+    Yields:
+        host:port, and the credentials that it has received.
     """
     shown: list[str] = []
 
@@ -136,7 +137,7 @@ def server() -> Iterator[tuple[str, list[str]]]:
             self.do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing is printed."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
         thread = Thread(target=listening.serve_forever)

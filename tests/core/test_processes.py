@@ -1,4 +1,4 @@
-"""What tells a process from all others, and what tells it to end."""
+"""Identity of processes, and the signals that end them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is taken out of texts before they are shown or written."""
+"""Redaction of texts before they are shown or written."""
 
 from __future__ import annotations
 

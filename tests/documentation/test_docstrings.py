@@ -16,7 +16,7 @@ from tests.packaging.signers import Signers
 import trainload
 
 AS_DOCTEST = ("Adapters", "Overrides")
-"""Names whose examples are run as doctests, in tests/launch/settings."""
+"""Names whose examples run as doctests, in tests/launch/settings."""
 NAMES = [
     name
     for name in trainload.__all__
@@ -76,7 +76,7 @@ trainload.launch(package, plan, "train.parquet", run_dir="runs/first", steps=2)
     "verify": 'trainload.sign("gpt.tl", "release-key.pem", name="release")',
     "write_rows": ON_WORKERS,
 }
-"""Names of which examples need more than the small job and its package."""
+"""Code before the examples that need more than the small job and its package."""
 
 
 def example_of(name: str) -> str:
@@ -125,7 +125,7 @@ def test_a_public_name_has_an_example(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_RAY])
-@pytest.mark.filterwarnings("ignore")  # examples are of small models
+@pytest.mark.filterwarnings("ignore")  # the examples have small models
 def test_an_example_runs(
     name: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
-"""Every Python example of README.md and docs/ runs as it stands, but for the number of steps.
+"""Every Python example of README.md and docs/ runs unchanged, except for the number of steps.
 
-docs/capture.md, docs/graphs.md and docs/variants.md, whose examples say what becomes of them, have
-tests of their own.
+The examples of docs/capture.md, docs/graphs.md and docs/variants.md, which state their results,
+have their own tests.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/variants.md"}
 
 
 def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run a page's examples, one after the other, in an empty folder. Returns: what they define."""
+    """Run a page's examples in order, in an empty folder. Return the names that they define."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_RAY])
-# examples are of small models, and say nothing of a package's other torch
+# the examples have small models, and do not mention a package of another torch
 @pytest.mark.filterwarnings("ignore")
 def test_the_examples_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of exports."""
+"""Fixtures for the tests of exports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainload.packaging.package import Package
 
 @pytest.fixture(scope="session")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A Python with torch and transformers, without trainload and without a network."""
+    """A Python environment with torch and transformers, without trainload and without a network."""
     return make_plain_environment(
         tmp_path_factory.mktemp("outside") / "venv", "torch", "transformers"
     )
@@ -24,7 +24,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A small job's package after three steps: what `launch` wrote as its output."""
+    """The package of a small job after three steps, as written by `launch`."""
     folder = tmp_path_factory.mktemp("trained")
     rows = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
     np.savez(folder / "rows.npz", x=rows, scale=rows[:, :1])

@@ -1,4 +1,4 @@
-"""Jobs whose packages are exported, and what opens an export elsewhere."""
+"""Jobs whose packages are exported, and functions that open exports in other processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from trainload.packaging.package import Package
 
 
 class Small(nn.Module):
-    """(rows, 8) -> (rows, 8), with tied weights, a count of its calls, a buffer in no state dict
-    and a constant.
+    """(rows, 8) -> (rows, 8).
+
+    It has tied weights, a counter of its calls, a buffer that is in no state dict, and a constant.
     """
 
     calls: Tensor
@@ -89,8 +90,9 @@ for folder in folders:
 
 @dataclass(frozen=True)
 class Found:
-    """What a process that cannot import trainload got: the outputs of each of its calls, by name,
-    and the note.
+    """Results of a process that cannot import trainload.
+
+    They are the outputs of each call by name, and the note.
     """
 
     results: tuple[dict[str, Tensor], ...]
@@ -104,8 +106,9 @@ Opened = Sequence[tuple[Path, Mapping[str, Tensor]]]
 def opened_elsewhere(
     outside: Environment, kind: str, exports: Opened, folder: Path, calls: int = 1
 ) -> list[Found]:
-    """Opens .pt2 files or AOTInductor packages in one such process, and calls each with its
-    batch.
+    """Open .pt2 files or AOTInductor packages in one process that cannot import trainload.
+
+    Each is called `calls` times with its batch.
     """
     folders = [folder / f"export-{number}" for number in range(len(exports))]
     for place, (path, batch) in zip(folders, exports, strict=True):
@@ -124,7 +127,7 @@ def opened_elsewhere(
 def own_results(
     package: Package, graph: str, batch: Mapping[str, Tensor], calls: int = 1
 ) -> tuple[dict[str, Tensor], ...]:
-    """What the package's own graph gives in each call, by name."""
+    """Return the outputs of the package's own graph for each call, by name."""
     module = package.graph(graph).module(check_guards=False)
     names = [output.name for output in package.manifest.graphs[graph].outputs]
     with torch.no_grad():
@@ -134,7 +137,7 @@ def own_results(
 
 
 def model_of(package: Package, model: nn.Module) -> nn.Module:
-    """A model of the same code with the package's weights, in evaluation mode."""
+    """Return a model of the same code with the package's weights, in evaluation mode."""
     names = model.state_dict().keys()
     model.load_state_dict({name: package.weights.tensor(name) for name in names})
     return model.eval()

@@ -1,6 +1,4 @@
-"""`trainload.export`: what comes out of a package runs where trainload is not, and gives the
-same.
-"""
+"""`trainload.export`: exports run without trainload, and compute the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from trainload.packaging.package import Package
 
 X = {"x": torch.randn(7, 8, generator=torch.Generator().manual_seed(3))}
 ROWS = {**X, "scale": torch.linspace(0.5, 2, 7)[:, None]}
-"""Another number of rows than the example's, and another order than the graph's."""
+"""A batch with another number of rows than the example, and in another order than the graph's."""
 _GENERATOR = torch.Generator().manual_seed(1)
 ROWS_OF_EVERYTHING = {
     "x": torch.randint(0, 16, (5, 5), generator=_GENERATOR),
@@ -46,8 +44,10 @@ def pt2(trained: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> exporting.Exported:
-    """A graph with tied weights, a frozen one, both kinds of buffer, a constant, cond, autocast to
-    bfloat16 and a no_grad region.
+    """An export with everything that a graph can contain.
+
+    The graph has tied weights, a frozen weight, both kinds of buffers, a constant, cond, autocast
+    to bfloat16 and a no_grad region.
     """
     return trainload.export(
         packaged, tmp_path_factory.mktemp("everything") / "job.pt2", to="pt2", graph="eval"
@@ -61,7 +61,7 @@ def elsewhere(
     outside: Environment,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Found]:
-    """The results of both exports in one process that cannot import trainload."""
+    """Results of both exports in one process that cannot import trainload."""
     exports = [(pt2, ROWS), (everything.path, ROWS_OF_EVERYTHING)]
     return opened_elsewhere(outside, "pt2", exports, tmp_path_factory.mktemp("elsewhere"), CALLS)
 
@@ -165,7 +165,7 @@ def test_everything_that_a_graph_holds_comes_out(
 
 
 def gradient_inside(model: Any, x: Tensor) -> Tensor:
-    """A gradient by torch.autograd.grad, which evaluation takes too."""
+    """Compute a gradient with torch.autograd.grad, which evaluation does too."""
     with torch.enable_grad():
         y = x if x.requires_grad else x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(model.part(y).tanh().square().sum(), y, create_graph=True)
@@ -227,7 +227,7 @@ def test_an_operator_that_plain_torch_cannot_say_is_refused_by_its_name(tmp_path
 
 
 def test_conditions_on_sizes_are_checked_by_torch(tmp_path: Path) -> None:
-    """Any number of values that is even, at most 16: the model takes each second one."""
+    """The number of values is even and at most 16: the model takes every second one."""
     model = Model(lambda _, x: x[:, ::2] * 2)
     options: dict[str, Any] = {
         "batch": {"x": torch.randn(4, 6, 8)},
@@ -246,7 +246,7 @@ def test_conditions_on_sizes_are_checked_by_torch(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def varied(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A package of two variants, one of longer rows."""
+    """A package of two variants, one for longer rows."""
 
     class Means(nn.Module):
         def __init__(self) -> None:
@@ -265,7 +265,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return trainload.freeze(made, tmp_path_factory.mktemp("varied") / "varied.tl")
 
 
-@pytest.mark.slow  # the next test exports one that is there
+@pytest.mark.slow  # the next test exports a variant of an existing package
 def test_a_variant_is_exported_by_its_name(varied: Package, tmp_path: Path) -> None:
     made = trainload.export(varied, tmp_path / "long.pt2", to="pt2", variant="long")
     assert (made.graph, made.inputs) == ("predict-long", {"x": "float32[batch, 16]"})
@@ -278,7 +278,7 @@ def test_a_variant_is_exported_by_its_name(varied: Package, tmp_path: Path) -> N
 
 
 def golden(name: str) -> Golden:
-    """A package that is there already."""
+    """Return the golden of this name."""
     return next(each for each in goldens() if each.name == name)
 
 
@@ -297,7 +297,7 @@ def test_a_goldens_variant_is_exported_by_its_name(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow  # the rows of the first tests are in another order than the graph's
+@pytest.mark.slow  # the rows of the first tests are already in another order than the graph's
 def test_inputs_may_come_in_any_order(tmp_path: Path) -> None:
     batch = {"x": torch.randn(4, 8), "a.mask": torch.rand(4, 8)}
 
@@ -456,7 +456,7 @@ def test_the_command_refuses_in_one_line(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-# a backward is traced away as gradients are, and autocast as in the graph that holds everything
+# tracing removes backward as it does gradients, and autocast as in the export of `everything`
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["function_in_autocast", "function_in_no_grad", "function_in_a_checkpoint"]

@@ -1,4 +1,4 @@
-"""`trainload.export(to="huggingface")`: folders that safetensors and from_pretrained read."""
+"""`trainload.export(to="huggingface")`: folders that safetensors and from_pretrained can read."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trainload.packaging.write import with_weights
 
 def frozen(model: nn.Module, path: Path, **options: Any) -> Package:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own
+        warnings.simplefilter("ignore")  # from transformers
         return trainload.freeze(job_of(model, batch(), settings(), **options), path)
 
 
 def moved(package: Package, path: Path) -> Package:
-    """The package with other parameters, as after training."""
+    """Write the package with other parameters, as after training."""
     generator = torch.Generator().manual_seed(5)
     own = {
         spec.name: package.weights.tensor(spec.name)
@@ -87,7 +87,7 @@ def inputs_of(package: Package) -> dict[str, Tensor]:
 
 
 class Pair(nn.Module):
-    """A transformers model beside another module."""
+    """A transformers model next to another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,14 +113,15 @@ def frozen_pair(path: Path) -> Package:
         assets=assets_of(pair.student, within=pair),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own
+        warnings.simplefilter("ignore")  # from transformers
         return trainload.freeze(whole, path)
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What from_pretrained gave in a process that cannot import trainload: package and logits by
-    case, and the ids of three words.
+    """Results of from_pretrained in a process that cannot import trainload.
+
+    They are package and logits by case, and the ids of three words.
     """
 
     packages: dict[str, Package]
@@ -205,7 +206,7 @@ def test_the_tokenizer_is_where_transformers_looks_for_it(elsewhere: Elsewhere) 
     assert elsewhere.ids == [WORDS.index(word) for word in ("w3", "w7", "w1")]
 
 
-@pytest.mark.slow  # the next test has a part of the model itself
+@pytest.mark.slow  # the next test exports a part of the model itself
 def test_a_configuration_does_not_go_with_the_weights_of_another_module(tmp_path: Path) -> None:
     folder = trainload.export(
         frozen_pair(tmp_path / "pair.tl"), tmp_path / "scale", to="huggingface", part="scale"

@@ -1,6 +1,4 @@
-"""What may become of a mutant: it is refused by an error for people, or it means exactly what its
-files say.
-"""
+"""Judgement of a mutant: rejected with a proper error, or read as exactly what its files say."""
 
 from __future__ import annotations
 
@@ -21,19 +19,19 @@ from trainload.packaging.graphs.graph_json import flat_to_json, graph_to_json
 from trainload.packaging.package import Package, open_package
 
 MEMORY = 512
-"""MiB that reading a small package may take at most, on top of what the process has."""
+"""Memory that reading a small package may use, in MiB on top of the process's own."""
 
 
 def judge(folder: Path, files: Files, mutant: Mutant) -> tuple[str, str]:
-    """Read the mutant in `folder`.
+    """Read the mutant in `folder`, and judge the result.
 
     Args:
-        folder: where the package lies, changed.
-        files: those of the package before.
-        mutant: what was changed.
+        folder: folder of the changed package.
+        files: files of the package before the change.
+        mutant: the change.
 
     Returns:
-        ("refused", the line), ("taken", ""), or ("wrong", what is wrong with it).
+        ("refused", the message), ("taken", ""), or ("wrong", a description of what is wrong).
     """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with watched(count=False) as noted:
@@ -43,7 +41,7 @@ def judge(folder: Path, files: Files, mutant: Mutant) -> tuple[str, str]:
             found = _differences(package, files_of(folder))
         except TrainloadError as error:
             found, refused = [], str(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, people would see a traceback
+        except Exception as error:  # noqa: BLE001 - a user would see a traceback
             found, refused = [f"it fails with {type(error).__name__}: {error}"], ""
         else:
             refused = ""
@@ -70,7 +68,7 @@ def judge(folder: Path, files: Files, mutant: Mutant) -> tuple[str, str]:
 
 
 def _differences(package: Package, present: Files) -> list[str]:
-    """Where what is loaded is not what the files say."""
+    """Return the differences between the loaded package and its files."""
     found: list[str] = []
     program = package.program()
     exported = {
@@ -124,7 +122,7 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def first_difference(told: Any, read: Any, place: str = "") -> str | None:
-    """Where two JSON values differ, and how; None where they are the same."""
+    """Return where and how two JSON values differ; None if they are equal."""
     if isinstance(told, dict) and isinstance(read, dict):
         for key in sorted({*told, *read}):
             if key not in told or key not in read:

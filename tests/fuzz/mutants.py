@@ -1,5 +1,6 @@
-"""Mutants of a package: bytes, JSON values, headers and files changed at random, with its digests
-left wrong or made right again.
+"""Mutants of a package: bytes, JSON values, headers and files are changed at random.
+
+Its digests are left wrong or are recomputed.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Mutant:
     """A change of a package.
 
     Attributes:
-        how: what was done.
-        files: path -> its bytes; None: it is taken away.
-        sealed: digests and checksums are made right again.
+        how: description of the change.
+        files: path -> new content; None: the file is removed.
+        sealed: True if digests and checksums are recomputed.
     """
 
     how: str
@@ -84,7 +85,7 @@ class Mutant:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Path -> bytes of every file of a package."""
+    """Return path -> content for every file of a package."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -93,7 +94,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def restore(folder: Path, files: Files, changed: Mutant) -> None:
-    """Undo what `apply` did."""
+    """Undo the changes of `apply`."""
     for file in {*changed.files, MANIFEST, "weights/chunks.json", SEAL}:
         path = folder / file
         if file in files:
@@ -239,7 +240,7 @@ def _tweaked(value: Any, rng: random.Random) -> Any:
 
 
 def mutate_value(document: Any, rng: random.Random, others: list[Any]) -> Any:
-    """A changed copy of a JSON value; `others`: what else may be put into it."""
+    """Return a changed copy of a JSON value. Values of `others` may be inserted."""
     changed = copy.deepcopy(document)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         places = _places(changed)
@@ -272,7 +273,7 @@ def mutate_value(document: Any, rng: random.Random, others: list[Any]) -> Any:
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Changed bytes."""
+    """Return a changed copy of `data`."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5])):
         at = rng.randrange(len(changed) + 1)
@@ -301,7 +302,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 def _encoded(value: Any) -> bytes | None:
     try:
         return canonical_json(value)
-    except ValueError:  # a lone surrogate, say: no canonical JSON says it
+    except ValueError:  # for example a lone surrogate, which canonical JSON cannot represent
         return None
 
 
@@ -377,6 +378,6 @@ _KINDS: list[tuple[int, Callable[[Files, random.Random], Mutant]]] = [
 
 
 def mutant(files: Files, rng: random.Random) -> Mutant:
-    """A mutant of a package."""
+    """Return a random mutant of a package."""
     ((_, make),) = rng.choices(_KINDS, [weight for weight, _ in _KINDS])
     return make(files, rng)

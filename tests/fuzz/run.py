@@ -1,11 +1,10 @@
-"""`make fuzz`: mutants of a package by Hypothesis and by Atheris, side by side, then Atheris on
-each parser.
-
-Whatever ends a process (a signal, the watch over a hang, the limit of memory), or is wrong, is
-reported with its mutant, and the exit status is 1. A mutant that was wrong is written to
-tests/fuzz/corpus/mutants/, where the suite tries it ever after.
+"""`make fuzz`: run Hypothesis and Atheris on packages in parallel, then Atheris on each parser.
 
     python -m tests.fuzz.run [--mutants N] [--runs N] [--seed N] [--keep]
+
+A process that is ended by a signal, a timeout or the memory limit, and any wrong result, are
+reported with the mutant; the exit status is then 1. A wrong mutant is written to
+tests/fuzz/corpus/mutants/, and the test suite tries it from then on.
 """
 
 from __future__ import annotations
@@ -36,12 +35,14 @@ HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 PARSERS = ("canonical", "expression", "guard", "header", "graph", "manifest")
 SILENT = 120
-"""Seconds after which a process that says nothing is taken to hang."""
+"""Seconds without output after which a process is considered hung."""
 
 
 def by_hypothesis(count: int, number: int, report: Path) -> None:
-    """Judge `count` mutants; `report` tells at any time how far it is, and which mutant is at
-    work.
+    """Judge `count` mutants.
+
+    The file `report` always has the results so far; the one with the suffix .mutant, the current
+    mutant.
     """
     folder = make_base(Path(tempfile.mkdtemp()))
     files = files_of(folder)
@@ -90,7 +91,7 @@ def started(folder: Path, name: str, arguments: list[str]) -> subprocess.Popen[b
 
 
 def ended(process: subprocess.Popen[bytes], folder: Path, name: str) -> str:
-    """Wait for a process. Returns what was wrong with how it ended, "" if nothing was."""
+    """Wait for a process. Return a description of its failure, "" if there was none."""
     while process.poll() is None:
         time.sleep(1)
         newest = max(
@@ -130,8 +131,9 @@ def atheris_arguments(target: str, folder: Path, runs: int, number: int) -> list
 
 
 def seeds(target: str, base: Path, rng: random.Random) -> list[bytes]:
-    """What a target begins with beside its kept corpus: what sound packages hold, or random bytes
-    for mutants to be made of.
+    """Return the first inputs of a target, in addition to its stored corpus.
+
+    They are parts of valid packages; for `package`, random bytes from which mutants are made.
     """
     if target == "package":
         return [rng.randbytes(256) for _ in range(64)]
@@ -162,13 +164,16 @@ def executed(log: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--mutants", type=int, default=20_000, help="of a package, half of them by each of the two"
+        "--mutants",
+        type=int,
+        default=20_000,
+        help="number of mutants of a package, half of them for each fuzzer",
     )
-    parser.add_argument("--runs", type=int, default=100_000, help="of each parser")
+    parser.add_argument("--runs", type=int, default=100_000, help="number of runs of each parser")
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="add the parsers' inputs that reach further to tests/fuzz/corpus",
+        help="add parser inputs that increase coverage to tests/fuzz/corpus",
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     parser.add_argument("--hypothesis", type=Path, help=argparse.SUPPRESS)

@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing by Atheris: one parser, or the reader of whole packages.
+"""Coverage-guided fuzzing with Atheris of one parser, or of the reader of whole packages.
 
     python -m tests.fuzz.targets TARGET CORPUS [options of libFuzzer]
 
-The parser's input is the fuzzer's bytes; for `package` they are the random numbers of which
+A parser's input is the fuzzer's bytes; for `package` they are the random numbers from which
 tests/fuzz/mutants.py makes a mutant.
 """
 
@@ -37,14 +37,14 @@ Target = Callable[[bytes], None]
 
 
 class Given(random.Random):
-    """Random numbers that are the fuzzer's bytes, and zeros after them."""
+    """Random numbers that are the fuzzer's bytes, followed by zeros."""
 
     def __init__(self, data: bytes) -> None:
         self._left = data
         super().__init__()
 
     def seed(self, *args: object, **kwargs: object) -> None:
-        """It has none."""
+        """Ignore the seed."""
 
     def getrandbits(self, k: int) -> int:
         count = (k + 7) // 8
@@ -60,7 +60,7 @@ def _text(data: bytes) -> str:
 
 
 def canonical(data: bytes) -> None:
-    """What is taken is canonical."""
+    """Check that accepted bytes are canonical."""
     try:
         value = parse_canonical(data, "x")
     except PackageError:
@@ -69,7 +69,7 @@ def canonical(data: bytes) -> None:
 
 
 def expression(data: bytes) -> None:
-    """What is taken has no character that could reach beyond functions of sizes."""
+    """Check that an accepted expression has only characters for functions of sizes."""
     text = _text(data)
     try:
         check_expression(text, "x")
@@ -80,7 +80,7 @@ def expression(data: bytes) -> None:
 
 
 def guard(data: bytes) -> None:
-    """What is taken can be reckoned."""
+    """Check that an accepted guard can be evaluated."""
     try:
         parsed = parse(_text(data))
         parsed.value(dict.fromkeys(parsed.symbols, 3))
@@ -96,7 +96,7 @@ _SPECS = [
 
 
 def header(data: bytes) -> None:
-    """What is taken has its tensors side by side within the file."""
+    """Check that an accepted header places its tensors side by side within the file."""
     try:
         places = tensor_places(data, "x", _SPECS)
     except PackageError:
@@ -106,7 +106,7 @@ def header(data: bytes) -> None:
 
 
 def graph(data: bytes) -> None:
-    """The validator ends, with a verdict."""
+    """Check that the validator ends with a verdict."""
     try:
         validate_graph(parse_graph(data, "x"), "x")
     except PackageError:
@@ -114,7 +114,7 @@ def graph(data: bytes) -> None:
 
 
 def manifest(data: bytes) -> None:
-    """What is taken is written back as it was."""
+    """Check that an accepted manifest stays the same when it is written and read again."""
     try:
         fields = json.loads(data)
         fields.pop("checksum", None)
@@ -129,7 +129,7 @@ def manifest(data: bytes) -> None:
 
 
 def whole_package() -> Target:
-    """A mutant of a package is refused, or means what its files say."""
+    """Return the target that checks that a mutant is rejected, or read as what its files say."""
     folder = make_base(Path(tempfile.mkdtemp()))
     files = files_of(folder)
 

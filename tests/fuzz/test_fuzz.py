@@ -1,6 +1,4 @@
-"""The short form of `make fuzz`: a few hundred mutants of a package, and every one that was ever
-taken for something else.
-"""
+"""Short form of `make fuzz`: a few hundred mutants of a package, and all that were once misread."""
 
 from __future__ import annotations
 

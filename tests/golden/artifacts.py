@@ -1,9 +1,8 @@
-"""Golden artifacts: plans, runs, a store, a retraining and a cache as an earlier version wrote
-them.
+"""Golden artifacts: plans, runs, a store, a retraining and a cache written by an earlier version.
 
-Paths of the folder that they were made in are stored as FOLDER. `restore` puts the paths of a
-test's folder in their place; of the store's records that name a path it computes the checksum
-again. All other bytes are what that version wrote.
+Paths of their original folder are stored as FOLDER. `restore` replaces these with the paths of a
+test's folder, and recomputes the checksums of the store's records that contain a path. All other
+bytes are what that version wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _TEXT = {".json", ".jsonl", ".yaml", ".txt"}
 
 LINE = "nightly"
 STEPS, STOPPED = 6, 3
-"""Updates of each run, and after how many the stopped run was stopped."""
+"""Updates of each run, and the number of updates after which the stopped run was stopped."""
 PLANS = {
     "single": [],
     "zero3": ["--devices-per-node", "2", "--strategy", "zero3"],
@@ -68,8 +67,9 @@ def versions() -> list[Path]:
 
 
 def store(source: Path, target: Path) -> None:
-    """Copy artifacts that were made in `source`; paths of it become FOLDER, and those of this
-    repository relative ones.
+    """Copy artifacts that were created in `source`.
+
+    Paths of `source` become FOLDER, and those of this repository relative paths.
     """
     shutil.copytree(source, target)
     for path in _texts(target):
@@ -105,8 +105,9 @@ def _texts(folder: Path) -> Iterator[Path]:
 
 
 def _sealed(text: str) -> str:
-    """Return a record of a store with the checksum of its fields: sha256 of their canonical
-    JSON.
+    """Return a record of a store with its checksum recomputed.
+
+    The checksum is the sha256 of the canonical JSON of the record's fields.
     """
     fields = json.loads(text)
     del fields["checksum"]

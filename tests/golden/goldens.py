@@ -1,4 +1,4 @@
-"""Golden packages: where they are, and the run that each is put through."""
+"""Golden packages: their location, and the run that each is tested with."""
 
 from __future__ import annotations
 
@@ -13,30 +13,35 @@ from trainload.packaging.package import Package
 
 HERE = Path(__file__).parent
 LIBRARIES = {"golden_ops": str(HERE / "golden_library.py")}
-"""What the golden with another library's operators needs where it brings no wheel."""
+"""Libraries for the golden with another library's operators, unless it contains a wheel."""
 FP32 = 2e-5
-"""Another torch, or another processor, adds in another order: some units in the last of float32's
-24 bits, more of them after an update.
+"""Tolerance of losses in float32.
+
+Another torch or processor adds in another order, which changes some units in the last of float32's
+24 bits, and more after an update.
 """
 BF16 = 3e-3
-"""In a bfloat16 region such a difference may round a value to its neighbour, 2**-8 away; it is one
-of several that make a loss.
+"""Tolerance of losses with a bfloat16 region.
+
+There such a difference may round a value to its neighbour, 2**-8 away; a loss depends on several
+values.
 """
 TOLERANCES = {"plain": BF16}
-"""Golden -> how far its losses may be apart, relative, where it is not FP32."""
+"""Golden -> relative tolerance of its losses, if it is not FP32."""
 
 
 @dataclass(frozen=True)
 class Golden:
-    """A golden: `folder` holds package.tl, its data, and losses.json, which is not there for an
-    abstract package.
+    """A golden: a folder with package.tl, its data and losses.json.
+
+    An abstract package has no losses.json.
     """
 
     folder: Path
 
     @property
     def version(self) -> int:
-        """Of the format."""
+        """Version of the format."""
         return int(self.folder.parent.name.removeprefix("v"))
 
     @property
@@ -49,13 +54,13 @@ class Golden:
 
     @property
     def data(self) -> Path:
-        """A mixture of the npz files where there are several."""
+        """Path of the data: a mixture if there are several npz files."""
         mixture = self.folder / "mixture.json"
         return mixture if mixture.exists() else self.folder / "data.npz"
 
     @property
     def opening(self) -> dict[str, Any]:
-        """What `trainload.open` and `trainload.launch` must be told of its operators."""
+        """Options that `trainload.open` and `trainload.launch` need for its operators."""
         if (self.package / "extensions").exists():
             return {"trust_extensions": True}
         return {"libraries": LIBRARIES} if self.name == "operators" else {}
@@ -65,7 +70,7 @@ class Golden:
 
 
 def goldens() -> Iterator[Golden]:
-    """All of them, the oldest version first."""
+    """Return all goldens, oldest version first."""
     folders = [
         folder for version in HERE.glob("v*") for folder in version.iterdir() if folder.is_dir()
     ]
@@ -76,9 +81,9 @@ def goldens() -> Iterator[Golden]:
 
 
 def train(package: Package, data: Path, run_dir: Path, **options: Any) -> dict[str, list[float]]:
-    """Trains a package for two steps in this process, uncompiled.
+    """Train a package for two steps in this process, uncompiled.
 
-    Returns its losses, and those of the evaluation before and after them.
+    Return its losses, and those of the evaluations before and after the steps.
     """
     plan = trainload.plan(package, trainload.Cluster(), "single")
     run = trainload.launch(

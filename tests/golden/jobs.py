@@ -1,6 +1,4 @@
-"""The jobs whose packages are kept as goldens: between them, all that a package of the present
-format can hold.
-"""
+"""Jobs of the golden packages, which together use all that the current format can contain."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Case:
-    """A golden to make.
+    """A golden to create.
 
     Attributes:
-        make: gives its job, always with the same weights.
-        parts: the columns of each part of its data; one: an npz file, more: a mixture of them.
-        reduced: for an abstract package, gives the job that is compared in its place. Then there is
-            no data.
+        make: returns the job, always with the same weights.
+        parts: columns of each part of the data; one part: an npz file, several: a mixture of them.
+        reduced: for an abstract package, returns the job that is compared in its place. Then there
+            is no data.
         freeze: further options of the freeze.
-        trained: what is kept is what two steps with these settings made of the frozen package.
+        trained: settings of the two steps that train the frozen package before it is stored.
     """
 
     make: Callable[[], trainload.Job]
@@ -43,7 +41,8 @@ class Case:
 class Plain(nn.Module):
     """(rows, 5) tokens -> (rows, 16) logits.
 
-    Tied, frozen weights, dropout, a bfloat16 region, cond, constants, both kinds of buffers.
+    It has tied and frozen weights, dropout, a bfloat16 region, cond, constants and both kinds of
+    buffers.
     """
 
     calls: Tensor
@@ -121,8 +120,9 @@ def tokens(rows: int = 24) -> dict[str, Tensor]:
 
 
 def turns() -> trainload.Job:
-    """Two losses in turns, each with its optimizer: one takes whole matrices, one clips elements;
-    running means of both.
+    """Return a job of two alternating losses, each with its own optimizer and running means.
+
+    One optimizer, Muon, takes whole matrices; the other one clips gradients elementwise.
     """
     torch.manual_seed(SEED)
 
@@ -176,7 +176,7 @@ def noise() -> dict[str, Tensor]:
 
 
 class Either(nn.Module):
-    """A mean squared error with or without a hint."""
+    """Mean squared error with or without a hint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,10 @@ class Either(nn.Module):
 
 
 def variants() -> trainload.Job:
-    """An optional input, a scaled loss, and a table of learning rates that two groups share."""
+    """Return a job with an optional input and a scaled loss.
+
+    Two of its parameter groups share a table of learning rates.
+    """
     torch.manual_seed(SEED)
 
     def optimizer(model: nn.Module) -> optim.Optimizer:
@@ -228,7 +231,7 @@ def with_hint() -> dict[str, Tensor]:
 
 
 class Halving(nn.Module):
-    """Its forward calls an operator of another library."""
+    """A model that calls an operator of another library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +268,7 @@ def layers() -> trainload.Job:
 
 
 def shapes(width: int = 64) -> trainload.Job:
-    """Without weights: on the meta device."""
+    """Return a job without weights: its model is on the meta device."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     return _shaped(model, width)

@@ -1,8 +1,7 @@
-"""Makes the golden packages of the present format version: python -m tests.golden.make [NAME...].
-Once for a version, before it changes.
+"""Create the golden packages of the current format version: python -m tests.golden.make [NAME...].
 
-What a folder of goldens holds is never made again by a later version: it is what that version
-wrote.
+Run it once for each version, before it changes. Existing goldens are never created again by a later
+version: they are what their version wrote.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from trainload.packaging.format.format_version import FORMAT_VERSION
 from trainload.packaging.package import Package
 
 APART = 0.01
-"""Two losses of a golden differ by so much at least, relative: a run that left out an update would
-be noticed.
-"""
+"""Minimum relative difference between two losses of a golden, to notice a skipped update."""
 
 
 def make(name: str, case: Case, folder: Path) -> None:
-    """Write the golden of a case into a new folder."""
+    """Write the golden of a case to a new folder."""
     folder.mkdir(parents=True)
     reduced = case.reduced() if case.reduced is not None else None
     package = trainload.freeze(
@@ -41,7 +38,7 @@ def make(name: str, case: Case, folder: Path) -> None:
         reduced=reduced,
         **case.freeze,
     )
-    # They name this machine's files, and are no part of the package's identity.
+    # They contain paths of this machine, and are not part of the package's identity.
     for outside in ("debug", "derived"):
         shutil.rmtree(package.path / outside)
     if not case.parts:
@@ -75,7 +72,7 @@ def make(name: str, case: Case, folder: Path) -> None:
 
 
 def retrained(package: Package, data: Path, overrides: trainload.Overrides) -> Package:
-    """Two steps of training, in place of what was frozen."""
+    """Train a frozen package for two steps, and replace it with the result."""
     plan = trainload.plan(overrides.apply(package), trainload.Cluster(), "single")
     with tempfile.TemporaryDirectory(dir=package.path.parent) as run_dir:
         made = Path(run_dir) / "trained.tl"
@@ -95,7 +92,7 @@ def retrained(package: Package, data: Path, overrides: trainload.Overrides) -> P
 
 
 def main(names: Sequence[str]) -> None:
-    """Make those named, or all that are not there."""
+    """Create the named goldens, or all that do not exist."""
     for name in names or CASES:
         folder = HERE / f"v{FORMAT_VERSION}" / name
         if folder.exists():

@@ -1,7 +1,9 @@
-"""Makes the golden artifacts of the present version: `python -m tests.golden.make_artifacts
-NUMBER`, before a format of them changes.
+"""Create the golden artifacts of the current version.
 
-A number that exists is never made again by a later version: it is what that version wrote.
+    python -m tests.golden.make_artifacts NUMBER
+
+Run it before one of their formats changes. An existing number is never created again by a later
+version: it is what its version wrote.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ LOCAL = ["--backend", "local", "--no-compile", "--data", "data.npz", "--checkpoi
 
 
 class Killed(BaseException):
-    """The process ends here, as by SIGKILL."""
+    """The process ends here, as if by SIGKILL."""
 
 
 def make(folder: Path) -> None:
-    """Make everything in `folder`, which is the working directory."""
+    """Create everything in `folder`, which is the working directory."""
     golden = Golden(GOLDENS / "v2" / "trained")
     shutil.copytree(golden.package, folder / "package.tl")
     shutil.copy(golden.data, folder / "data.npz")
@@ -84,11 +86,11 @@ def make(folder: Path) -> None:
     (folder / "outputs.json").write_text(json.dumps(outputs, indent=1) + "\n")
     for left in (*folder.rglob("*.lock"), *folder.rglob("*.used"), *folder.rglob("report.html")):
         left.unlink()
-    shutil.rmtree(folder / "cache" / "peaks")  # of this machine
+    shutil.rmtree(folder / "cache" / "peaks")  # specific to this machine
 
 
 def stop_a_run(run_dir: Path) -> None:
-    """A run that was stopped in the middle."""
+    """Start a run, and stop it in the middle."""
 
     def stop(event: trainload.Event) -> None:
         if event.kind == "step" and event.data["step"] == STOPPED - 1:
@@ -111,7 +113,7 @@ def stop_a_run(run_dir: Path) -> None:
 
 
 def retrain(folder: Path) -> None:
-    """Ticks: one promoted, one without data, one rejected, one killed after its training."""
+    """Run ticks: one promoted, one without data, one rejected, one killed after its training."""
     folder.mkdir()
     (folder / "retrain.yaml").write_text(CONFIG)
     for day, shift in ((1, 0.0), (2, None), (3, 8.0), (4, 0.0)):
@@ -127,7 +129,7 @@ def retrain(folder: Path) -> None:
 
 
 def write_day(path: Path, seed: int, shift: float) -> None:
-    """48 rows: x (5) and y (3), a function of x and noise."""
+    """Write 48 rows of x (5) and y (3), a function of x plus noise."""
     draw = np.random.default_rng(seed)
     mixing = np.random.default_rng(0).normal(size=(5, 3))
     x = draw.normal(shift, 1, (48, 5)).astype(np.float32)
@@ -140,7 +142,7 @@ def write_day(path: Path, seed: int, shift: float) -> None:
 
 @contextlib.contextmanager
 def killed_before_evaluation() -> Iterator[None]:
-    """A tick inside ends when it would evaluate."""
+    """Kill a tick in this context when it begins its evaluation."""
     evaluate = Stages.evaluate
 
     def die(*_: object) -> None:
@@ -154,20 +156,20 @@ def killed_before_evaluation() -> Iterator[None]:
 
 
 def run(*arguments: str) -> None:
-    """Run a command that succeeds."""
+    """Run a command, and check that it succeeds."""
     status = cli.run(list(arguments))
     assert status == 0, (arguments, status)
 
 
 def output(*arguments: str) -> str:
-    """Run a command with --json, and return what it prints."""
+    """Run a command with --json, and return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         cli.run([*arguments, "--json"])
     return printed.getvalue()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make the artifacts of this number."""
+    """Create the artifacts of this number."""
     (number,) = arguments
     assert not (HERE / number).exists(), f"{HERE / number} exists, and is never made again"
     with tempfile.TemporaryDirectory() as name:

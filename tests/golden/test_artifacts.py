@@ -1,6 +1,4 @@
-"""What people keep, as an earlier version wrote it: it is read, resumed, promoted and rolled
-back.
-"""
+"""Artifacts that an earlier version wrote are read, resumed, promoted and rolled back."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ CONFIG = "retraining/retrain.yaml"
 
 @pytest.fixture(scope="session", params=versions(), ids=lambda version: version.name)
 def read_only(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artifacts of a version.
+    """Artifacts of a version.
 
-    No test changes them, but a command may write its output beside them.
+    No test changes them, but a command may write its output next to them.
     """
     return restore(request.param, tmp_path_factory.mktemp("artifacts") / "restored")
 
 
 @pytest.fixture(params=versions(), ids=lambda version: version.name)
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The artifacts of a version, as the working directory. The test may change them."""
+    """Artifacts of a version, as the working directory. A test may change them."""
     restored = restore(request.param, tmp_path / "restored")
     monkeypatch.chdir(restored)
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(restored / "cache"))
@@ -41,7 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """Run a command that succeeds, with --json. Returns what it prints."""
+    """Run a command with --json, check that it succeeds, and return its output."""
     assert cli.run([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -51,7 +49,7 @@ def expected(folder: Path, name: str) -> Any:
 
 
 def outcomes(history: Any) -> list[str]:
-    """Return what came of each tick, in order."""
+    """Return the outcome of each tick, in order."""
     return [entry["what"] for entry in history["history"] if entry["tick"] is not None]
 
 
@@ -161,7 +159,7 @@ def test_json_output_keeps_its_keys(
 
 
 def test_they_name_no_file_of_the_machine_that_made_them() -> None:
-    """No absolute path is in them: the paths of their folder are stored as FOLDER."""
+    """They contain no absolute path: the paths of their folder are stored as FOLDER."""
     absolute = re.compile(rb"[\"\s=(']/[A-Za-z]{2,}/")
     assert [
         path
@@ -172,7 +170,7 @@ def test_they_name_no_file_of_the_machine_that_made_them() -> None:
 
 
 def documents(text: str) -> Sequence[Any]:
-    """Parse a JSON document, or one in each line."""
+    """Parse a JSON document, or one per line."""
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:
@@ -181,7 +179,7 @@ def documents(text: str) -> Sequence[Any]:
 
 @pytest.fixture(scope="session")
 def s3_store(read_only: Path) -> Any:
-    """The same store as objects in S3."""
+    """The store of the artifacts, as objects in S3."""
     with s3_server() as server:
         place = s3_place(server)
         place_objects(read_only / STORE, place)

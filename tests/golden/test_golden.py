@@ -1,6 +1,4 @@
-"""Packages that earlier versions of the format wrote: each opens, trains two steps and gives the
-losses that it gave then.
-"""
+"""Packages of earlier format versions open, and train two steps with their recorded losses."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def test_every_byte_of_it_is_sound(golden: Golden) -> None:
     assert verify_package(golden.package).problems == ()
 
 
-# several graphs and variants are trained by other tests, as today's version writes them
+# other tests train several graphs and variants, as the current version writes them
 @pytest.mark.matrix("v1-plain", "v1-operators")
 @pytest.mark.parametrize(
     "golden", [golden for golden in GOLDENS if (golden.folder / "losses.json").exists()], ids=str
@@ -80,4 +78,4 @@ def test_every_version_has_goldens_with_all_of_its_features() -> None:
 
 
 LATER = {1: {"extensions", "training"}}
-"""Version -> features that came after it."""
+"""Version -> features that were added later."""

@@ -1,4 +1,4 @@
-"""Seven small jobs, each of another kind of model, and their data. In float32, without autocast."""
+"""Seven small jobs with different kinds of models, and their data. In float32, without autocast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, CLASSES = 32, 10
 
 
 class Attention(nn.Module):
-    """(rows, positions, WIDTH) -> the same, by four heads."""
+    """(rows, positions, WIDTH) -> (rows, positions, WIDTH), with four heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer's block."""
+    """A transformer block."""
 
     def __init__(self, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class VisionTransformer(nn.Module):
 class Convolutions(nn.Module):
     """(rows, 8, 8) images -> (rows, CLASSES), with batch norms.
 
-    No relu: after a batch norm of two rows its kink turns a rounding of the weights (1e-7) into
-    1e-3 of a loss within fifty steps, in one process of plain torch as well.
+    There is no ReLU: after a batch norm of two rows, its kink amplifies rounding of the weights
+    (1e-7) to 1e-3 of a loss within fifty steps, in a single process of plain torch too.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,10 @@ class Convolutions(nn.Module):
 
 
 class Experts(nn.Module):
-    """Four experts, of which each position takes the best two: all compute, and a router weighs."""
+    """Four experts, of which each position uses the best two.
+
+    All experts are computed, and a router weights their outputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,9 +123,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """(rows, 8, 8) images -> (rows, CLASSES): a block whose feed-forward part is a mixture of
-    experts.
-    """
+    """(rows, 8, 8) images -> (rows, CLASSES), with attention and a mixture of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +136,9 @@ class Mixture(nn.Module):
 
 
 class Branches(nn.Module):
-    """(rows, 8, 8) images -> (rows, CLASSES): a condition on a parameter, which training crosses,
-    chooses what is computed.
+    """(rows, 8, 8) images -> (rows, CLASSES), with a branch on the value of a parameter.
+
+    The parameter changes its sign during training, and with it the branch.
     """
 
     def __init__(self) -> None:
@@ -161,7 +163,7 @@ class Branches(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """(rows, 8, 8) images -> (rows, CLASSES): a scan over their lines."""
+    """(rows, 8, 8) images -> (rows, CLASSES), with a scan over their lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +267,7 @@ def _llama() -> trainload.Job:
 class Model:
     """A job and its data.
 
-    `normalised`: whether it has batch norms, whose statistics are then synchronised.
+    `normalised` is True if it has batch norms, whose statistics are then synchronised.
     """
 
     job: Callable[[], trainload.Job]
@@ -273,9 +275,9 @@ class Model:
     normalised: bool = False
 
     def freeze(self, folder: Path) -> tuple[trainload.Package, Path]:
-        """The package and the file of its data."""
+        """Freeze the job and write its data. Return the package and the file of the data."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the models
+            warnings.simplefilter("ignore")  # from the models
             package = trainload.freeze(self.job(), folder / "package.tl")
         np.savez(folder / "data.npz", **self.data())
         return package, folder / "data.npz"

@@ -1,10 +1,9 @@
-"""`make grid`: every strategy with every kind of model, 50 steps each, against one process. Writes
-docs/grid.md.
+"""`make grid`: compare 50 steps of every strategy and kind of model with one process.
 
     python -m tests.grid.run [--models TEXT] [--steps N]
 
-A cell is the greatest relative difference of a loss from that of one process, or why there is no
-such plan.
+Writes docs/grid.md. A cell is the greatest relative difference between a loss and that of one
+process, or the reason why there is no such plan.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ A number in brackets stands for a plan that is rejected with the message below t
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What a plan is asked for, of how many nodes and devices."""
+    """Options of a plan, and its numbers of nodes and devices."""
 
     strategy: Strategy | None
     nodes: int = 1
@@ -87,8 +86,9 @@ SHARED = {
         None, devices=4, options={**PIPED, "tensor_ranks": 2, "divide": "context"}
     ),
 }
-"""Plans whose ranks share positions, of a row or of what the experts are given: a graph that has
-none is refused.
+"""Plans whose ranks divide the positions of a row, or experts.
+
+Graphs that have none of these are rejected.
 """
 COLUMNS = STRATEGIES | SHARED
 
@@ -96,7 +96,7 @@ COLUMNS = STRATEGIES | SHARED
 def row(
     model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(COLUMNS)
 ) -> dict[str, float | str]:
-    """The cells of a model: differences, or reasons."""
+    """Return the cells of a model: differences, or reasons."""
     package, data = model.freeze(folder)
     cells: dict[str, float | str] = {}
     runs: dict[str, Run] = {}
@@ -135,7 +135,7 @@ def row(
 
 
 def page(rows: dict[str, dict[str, float | str]]) -> str:
-    """The page, of the rows by model."""
+    """Return the page for the rows by model."""
     reasons: dict[str, int] = {}
 
     def spelled(cell: float | str) -> str:
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--models",
         default="",
-        help="those whose names hold this text; the page is not written then",
+        help="only models whose names contain this text; the page is then not written",
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()

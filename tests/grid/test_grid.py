@@ -1,4 +1,4 @@
-"""A short form of `make grid`: the cells that no other test has."""
+"""Short form of `make grid`: the cells that no other test covers."""
 
 from __future__ import annotations
 

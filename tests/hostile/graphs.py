@@ -1,6 +1,6 @@
-"""What a hostile graph file can say.
+"""Attacks by a graph file.
 
-Each changes a parsed, sound one: graphs/train.json, or the graph of a step.json in derived/.
+Each changes a parsed, valid file: graphs/train.json, or the graph of a step.json in derived/.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def nodes(graph: Document) -> list[Document]:
 
 
 def call(graph: Document) -> Document:
-    """How it is called. A step graph does not say it, so it is put there."""
+    """Return the signature of a graph's call. A step graph has none, so one is added."""
     calls = graph["graph_module"]["module_call_graph"]
     if not calls:
         leaf = json.dumps(
@@ -77,7 +77,7 @@ def _specs(end: str) -> Callable[[Document], list[Document]]:
 
 
 def _argument_of(spec: Document) -> Document:
-    """The `{"name": ...}` of an entry of the signature."""
+    """Return the `{"name": ...}` of an entry of the signature."""
     ((kind, entry),) = spec.items()
     found: Document = (
         entry["arg"]["as_tensor"] if kind in ("user_input", "user_output") else entry["arg"]
@@ -240,4 +240,4 @@ ATTACKS: dict[str, Change] = {
     ),
     "control flow in control flow in ...": _nested,
 }
-"""What it tries -> the change."""
+"""Description of the attack -> the change."""

@@ -1,5 +1,7 @@
-"""Reading a package under watch: what runs code, starts processes, writes files or makes tensors is
-noted.
+"""Read packages under watch, and record forbidden events.
+
+Recorded are the execution of code, started processes, written files and the size of created
+tensors.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 @dataclass
 class Noted:
-    """What happened under watch.
+    """Events that were recorded under watch.
 
     Attributes:
-        acts: audit events of Python's that reading a package has no use for, with their arguments.
-        made: bytes of tensors that were made, but for those on the meta device.
+        acts: audit events of Python that reading a package does not need, with their arguments.
+        made: bytes of the created tensors, except those on the meta device.
     """
 
     acts: list[str] = field(default_factory=list)
@@ -93,9 +95,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def watched(*, count: bool = True) -> Iterator[Noted]:
-    """Notes what happens within it; the bytes of tensors only if `count`.
+    """Record what happens in this context; the bytes of tensors only if `count`.
 
-    An audit hook of Python's stays; this one sleeps otherwise.
+    Python's audit hooks cannot be removed; this one does nothing outside the context.
     """
     if not _hooked:
         sys.addaudithook(_hook)
@@ -110,17 +112,17 @@ def watched(*, count: bool = True) -> Iterator[Noted]:
 
 
 def checked(path: Path) -> Package:
-    """All that is known of a package before its first tensor is made: what a launch demands of
-    it.
-    """
+    """Open and check a package as a launch does before it creates the first tensor."""
     package = open_package(path)
     package.check_contents()
     return package
 
 
 def refusal(path: Path, file: str) -> str:
-    """The line that a package gets, "" where it is taken. A derived graph that is not sound is
-    passed over unless it was sealed here, so verifying says what it is.
+    """Return the error message for a package, or "" if it is accepted.
+
+    An invalid derived graph is ignored unless it was sealed here; the message is then that of its
+    verification.
     """
     try:
         package = checked(path)

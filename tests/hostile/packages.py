@@ -1,8 +1,7 @@
-"""What a hostile folder can be: each case changes a sound package and makes every digest right
-again, as its attacker would.
+"""Hostile packages: each case changes a valid package and recomputes all digests.
 
-The package is that of tests/packaging/jobs.py, with a derived graph that the user's own key has
-sealed.
+The package is that of tests/packaging/jobs.py, with a derived graph that is sealed with the user's
+own key.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class Case:
     """An attack.
 
     Attributes:
-        what: it tries.
-        file: that the refusal names.
-        attack: what it does to the folder.
+        what: description of the attack.
+        file: file that the error message names.
+        attack: changes the folder of a package.
     """
 
     what: str
@@ -55,7 +54,7 @@ class Case:
 
 
 def put(package: Path, file: str, data: bytes) -> None:
-    """Replace a file, and make right what vouches for it."""
+    """Replace a file, and recompute the digests that cover it."""
     (package / file).write_bytes(data)
     if file == STEP:
         reseal_step(package)
@@ -66,7 +65,7 @@ def put(package: Path, file: str, data: bytes) -> None:
 
 
 def reseal_step(package: Path) -> None:
-    """Seal the step graph with the user's own key: the attacker may be the user's other program."""
+    """Seal the step graph with the user's own key: the attacker may be their other program."""
     data = (package / STEP).read_bytes()
     fields = {
         name: value
@@ -95,13 +94,13 @@ def manifest(change: Callable[[dict[str, Any]], object]) -> Attack:
 
 
 def listed(path: str) -> Attack:
-    """A path in the list of files, and no such file."""
+    """Return an attack that lists a path, without such a file."""
     entry = {"media_type": "text/plain", "sha256": sha256_bytes(b""), "size": 0}
     return manifest(lambda fields: fields["files"].update({path: entry}))
 
 
 def header(file: str, change: Callable[[dict[str, Any]], object]) -> Attack:
-    """Rewrite the header of a file of tensors."""
+    """Return an attack that changes the header of a file of tensors."""
 
     def attack(package: Path) -> None:
         data = (package / file).read_bytes()
@@ -116,7 +115,7 @@ def header(file: str, change: Callable[[dict[str, Any]], object]) -> Attack:
 
 
 def tensor(file: str, **changes: object) -> Attack:
-    """Say something else of a file's last tensor."""
+    """Return an attack that changes the header's entry of a file's last tensor."""
     return header(
         file,
         lambda fields: fields[
@@ -126,7 +125,7 @@ def tensor(file: str, **changes: object) -> Attack:
 
 
 def _as_fractions(fields: dict[str, Any]) -> None:
-    """8.0 for 8, in the shape and offsets of the last tensor: equal in Python."""
+    """Write 8.0 for 8 in the shape and offsets of the last tensor: Python considers them equal."""
     entry = fields[max(fields, key=lambda name: fields[name].get("data_offsets", [0])[0])]
     entry.update({key: [float(value) for value in entry[key]] for key in ("shape", "data_offsets")})
 
@@ -179,7 +178,7 @@ def _socket(package: Path) -> None:
     (package / "assets/LICENSE").unlink()
     here = os.open(".", os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as bound:
-        os.chdir(package / "assets")  # a socket's path is short
+        os.chdir(package / "assets")  # the length of a socket's path is limited
         try:
             bound.bind("LICENSE")
         finally:
@@ -196,7 +195,7 @@ def _two_million_nodes(data: bytes) -> bytes:
 
 
 def _sparse(file: str, size: int) -> Attack:
-    """A file that takes no room on disk, of any size; the manifest says so."""
+    """Return an attack that makes a file sparse, of any size, and lists it with this size."""
 
     def attack(package: Path) -> None:
         os.truncate(package / file, size)

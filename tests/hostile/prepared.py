@@ -1,4 +1,4 @@
-"""The package that is attacked and mutated: with every kind of file."""
+"""The package that is attacked and mutated, with every kind of file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from trainload.packaging.write import write_package
 
 
 def make_base(folder: Path) -> Path:
-    """Write the package of tests/packaging/jobs.py into `folder`, with its joint graph, which the
-    user's key of the environment seals.
+    """Write the package of tests/packaging/jobs.py to `folder`, with its joint graph.
+
+    The joint graph is sealed with the key of the environment's user.
     """
     (folder / "LICENSE").write_text("do as you like\n")
     job = make_job()

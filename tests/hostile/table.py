@@ -1,6 +1,6 @@
-"""Writes docs/hostile.md: the message for each hostile package, and how long reading it takes.
+"""Write docs/hostile.md: the message for each hostile package, and the time that reading it takes.
 
-make hostile
+`make hostile` runs it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ unpickling or using sockets, as seen by Python's audit events.
 
 
 def run(folder: Path) -> list[tuple[str, str, str, float, Noted]]:
-    """(what, file, line, seconds, what was noted) for each case."""
+    """Return (what, file, line, seconds, recorded events) for each case."""
     os.environ["TRAINLOAD_STATE_DIR"] = str(folder / "state")
     sound = make_base(folder)
     rows = []

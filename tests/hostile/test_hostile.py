@@ -1,5 +1,6 @@
-"""Every way to lie in a package: refused, by file, in one line, before a tensor is made and without
-running anything.
+"""Every attack by a package is rejected before a tensor is created and without running anything.
+
+The message is one line that names the file.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def test_what_changes_between_check_and_use_is_refused(
     package = checked(target)
     change(target / file)
     if change is _grow and file == FIRST:
-        # what is read is what was listed
+        # only the listed size is read
         assert {name: tensor.shape for name, tensor in package.program().state.items()}
         with pytest.raises(IntegrityError, match="size"):
             checked(target)

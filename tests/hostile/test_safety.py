@@ -1,6 +1,6 @@
-"""What a hostile package can say, and that none of it is believed.
+"""Hostile packages are rejected.
 
-Digests and checksums are right in every case.
+Digests and checksums are correct in every case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_a_symbolic_size_that_runs_code_when_torch_reads_it_is_real(
     first_symbol(document).update(expr_str=CODE.format(sentinel))
     with pytest.raises(PackageError, match="rejects"):
         graph_from_json(document, {}, {})
-    assert sentinel.exists()  # what the validator is for
+    assert sentinel.exists()  # this is why there is a validator
     sentinel.unlink()
     edit_graph(copied, lambda graph: first_symbol(graph).update(expr_str=CODE.format(sentinel)))
     with pytest.raises(UnsafePackageError):

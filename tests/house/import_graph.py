@@ -1,8 +1,7 @@
-"""The import graph of the project: `python -m tests.house.import_graph` prints what is wrong with
-it, or nothing.
+"""Import graph of the project: `python -m tests.house.import_graph` prints what violates its rules.
 
-Modules do not import each other in a circle, a folder imports only folders before it in `LAYERS`,
-and a folder has at most `MODULES` modules. Exit status 0: so it is.
+Modules do not import each other in cycles, a folder imports only folders before it in `LAYERS`, and
+a folder has at most `MODULES` modules. The exit status is 0 if nothing violates these rules.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import networkx as nx
 from tests.house.source import IMPORTED_AS, ROOT, face_files, imports, stage_files
 
 MODULES = 20
-"""The greatest number of modules in a folder."""
+"""Maximum number of modules in a folder."""
 LAYERS = [
     "core",
     "core.storage",
@@ -74,13 +73,11 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-"""All folders and public modules below `trainload`, from the bottom up: each imports itself and
-those before it.
-"""
+"""Folders and public modules of `trainload`, bottom-up: each may import itself and earlier ones."""
 
 
 def module_names() -> dict[str, Path]:
-    """Return each module's dotted name and its file."""
+    """Return dotted name -> file for every module."""
     names = {}
     for path in stage_files():
         stage, *rest = path.relative_to(ROOT).with_suffix("").parts
@@ -93,8 +90,7 @@ def module_names() -> dict[str, Path]:
 
 
 def import_graph() -> nx.DiGraph[str]:
-    """Return the graph of modules that import each other, also inside functions and for type
-    checkers alone.
+    """Return the graph of imports, including those inside functions and for type checkers only.
 
     `trainload` itself is left out: it imports what its public names need on their first use.
     """
@@ -114,17 +110,18 @@ def cycles(graph: nx.DiGraph[str]) -> list[list[str]]:
 
 
 def layer_of(module: str) -> str | None:
-    """Return the layer that a module belongs to: its folder, or itself.
+    """Return the layer of a module: its folder, or the module itself.
 
-    None: `LAYERS` has neither.
+    None if `LAYERS` has neither.
     """
     name = module.removeprefix("trainload.")
     return next((each for each in (name, name.rpartition(".")[0]) if each in LAYERS), None)
 
 
 def upward_arrows(graph: nx.DiGraph[str]) -> list[str]:
-    """Return "importer imports imported" for each import against the order of `LAYERS`, and for
-    modules that no layer has.
+    """Return "importer imports imported" for each import that violates the order of `LAYERS`.
+
+    Modules without a layer are returned too.
     """
     place = {layer: number for number, layer in enumerate(LAYERS)}
     homeless = [f"{module} is in no layer" for module in graph if layer_of(module) is None]
@@ -137,7 +134,7 @@ def upward_arrows(graph: nx.DiGraph[str]) -> list[str]:
 
 
 def large_folders() -> dict[str, int]:
-    """Return the folders that have more than `MODULES` modules, of the product and of the tests."""
+    """Return the folders with more than `MODULES` modules, of the product and of the tests."""
     files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
     counts = Counter(
         path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"

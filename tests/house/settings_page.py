@@ -1,6 +1,4 @@
-"""The tables of settings in docs/runs.md: `python -m tests.house.settings_page` writes them
-anew.
-"""
+"""Tables of settings in docs/runs.md: `python -m tests.house.settings_page` generates them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def _table(rows: list[Description]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """Return a page with its tables made from the models of settings."""
+    """Return a page with its tables generated from the models of settings."""
     for name, of_run in (("run", True), ("training", False)):
         table = _table([each for each in descriptions() if each.of_run == of_run])
         begin, end = (

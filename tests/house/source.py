@@ -1,4 +1,4 @@
-"""Reads the project's own source for the tests of its arrangement."""
+"""Read the project's own source, for the tests of its structure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("capture", "autograd_trace", "packaging", "sharding", "launch")
-"""From the bottom up."""
+"""Stages of the project, bottom-up."""
 IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
-"""Stage -> its name in `trainload`. `trainload.launch` is a function."""
+"""Stage -> its name in `trainload`, where `launch` is a function."""
 PRIVATE_TORCH = frozenset(
     {
         "autograd_trace/derivation/aot.py",
@@ -23,7 +23,7 @@ PRIVATE_TORCH = frozenset(
         "packaging/graphs/torch_operators.py",
     }
 )
-"""The modules that may touch torch's private names."""
+"""Modules that may use torch's private names."""
 
 
 def stage_files() -> list[Path]:
@@ -37,18 +37,17 @@ def face_files() -> list[Path]:
 
 
 Names = tuple[tuple[int, str], ...]
-"""(line, dotted name)."""
+"""(line, dotted name) pairs."""
 
 
 @functools.cache
 def read(text: str) -> tuple[Names, Names]:
-    """Return the names that the module `text` imports, inside functions too, and those that it
-    uses.
+    """Return the names that the module `text` imports, and those that it uses.
 
-    Uses are attributes, and arguments of import_module.
+    Imports inside functions are included. Uses are attributes, and arguments of import_module.
 
-    `from a import b` imports both a and a.b. Several tests look through each file; none keeps its
-    tree.
+    `from a import b` imports both a and a.b. The result is cached, since several tests read each
+    file; the syntax tree is not.
     """
     imported: list[tuple[int, str]] = []
     used: list[tuple[int, str]] = []
@@ -72,12 +71,12 @@ def read(text: str) -> tuple[Names, Names]:
 
 
 def imports(text: str) -> Names:
-    """(line, dotted name) of everything that `text` imports."""
+    """Return (line, dotted name) of everything that `text` imports."""
     return read(text)[0]
 
 
 def dotted(node: ast.AST) -> str | None:
-    """`a.b.c` for an attribute chain over a plain name."""
+    """Return `a.b.c` for an attribute chain that begins with a plain name, otherwise None."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -86,8 +85,9 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def private_torch_names(text: str) -> list[str]:
-    """The private names of torch that `text` uses: "line: name". Operator namespaces
-    (`torch.ops._c10d_functional`) are public data.
+    """Return "line: name" for each private name of torch that `text` uses.
+
+    Operator namespaces (`torch.ops._c10d_functional`) are public.
     """
     imported, used = read(text)
     return [f"{line}: {name}" for line, name in (*imported, *used) if _is_private(name)]
@@ -101,5 +101,5 @@ def _is_private(name: str) -> bool:
 
 
 def python_blocks(page: str) -> list[str]:
-    """Return the Python examples of a page, which is named by its path from the root."""
+    """Return the Python examples of a page, given by its path from the root."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

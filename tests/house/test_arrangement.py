@@ -1,4 +1,4 @@
-"""The stage folders at the root, the links to them, and what may import what."""
+"""Stage folders at the root, the links to them, and which imports are allowed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.house.source import (
 
 
 def python_at_root(code: str) -> str:
-    """What `code` prints in a child that runs at the root with the root as its PYTHONPATH."""
+    """Run `code` in a child process at the root, with the root as PYTHONPATH. Return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.run(
         [sys.executable, "-c", code],
@@ -69,9 +69,7 @@ def test_no_test_folder_is_a_regular_package() -> None:
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """Outside packages pytest imports a test file by its name alone: of two in one process the
-    second is not collected.
-    """
+    """Outside packages pytest imports test files by name, and ignores the second of a name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert [name for name, times in Counter(names).items() if times > 1] == []
 
@@ -152,7 +150,7 @@ def test_a_function_named_as_a_question_returns_a_bool(prefix: str) -> None:
 TEMPORARY = re.compile(
     r'with_name\(f?"\.|os\.(?:link|rename|replace)\(|mkdtemp\(|NamedTemporaryFile\('
 )
-"""How temporary files are named and take a file's place."""
+"""Names of temporary files, and operations that replace a file."""
 TEMPORARY_ELSEWHERE = {
     "capture/job/hollow.py": "a file that nothing replaces",
     "launch/node/kernel_cache.py": "kernels that two folders share",
@@ -243,7 +241,7 @@ def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
 
 
 def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
-    """By `first_line`: an error may have no text, and so no first line."""
+    """`first_line` does it, since an error may have no text and therefore no first line."""
     taken = re.compile(
         r"str\((?:error|exc\w*|\w+\.error)\)[\w.()]*\.(?:split\w*|partition)\([^)]*\)\["
     )
@@ -254,7 +252,7 @@ def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
 def test_what_starts_a_ray_cluster_is_marked() -> None:
     """`make test` runs these one at a time, and all others two at a time.
 
-    What uses the fixture `ray_cluster` is marked by itself.
+    Tests that use the fixture `ray_cluster` are marked automatically.
     """
     starts = r"\bfaults\.py\b|\burl_run\.py\b|\bstart_head\b|\bray\.init\("
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}

@@ -1,4 +1,4 @@
-"""The example's corpus."""
+"""Corpus of the example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.house.source import ROOT
 
 @pytest.fixture
 def corpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """examples/gpt/corpus.py."""
+    """The module examples/gpt/corpus.py."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "gpt"))
     import corpus
 
@@ -26,7 +26,7 @@ def corpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small library: 60 modules, and a file that is no part of it."""
+    """A small library: 60 modules, and a file that does not belong to it."""
     root = tmp_path / "library"
     (root / "site-packages").mkdir(parents=True)
     for number in range(60):

@@ -1,6 +1,4 @@
-"""The GAN's script, in its short form: frozen and trained by the command line on two Ray
-workers.
-"""
+"""Short form of the GAN's script: the command line freezes it and trains it on two Ray workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's job, as a person would load it."""
+"""The demo's job, loaded as a user would load it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainload.freezing.load_job import load_job
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[pytest.MonkeyPatch]:
-    """Lets the example's modules be imported, and forgets them."""
+    """Make the example's modules importable, and forget them afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         yield patch

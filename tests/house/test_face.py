@@ -1,4 +1,4 @@
-"""`import trainload`."""
+"""Import of `trainload`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trainload
 
 
 def child(code: str) -> str:
-    """What `code` prints in a fresh interpreter."""
+    """Run `code` in a new interpreter. Return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -51,12 +51,12 @@ def test_importing_it_imports_neither_torch_nor_ray() -> None:
 
 
 def test_what_holds_a_runs_messages_starts_without_torch() -> None:
-    """Ray starts it, and tasks on nodes, in processes of their own, for which a launch waits."""
+    """Ray starts it, and tasks on nodes, in separate processes for which a launch waits."""
     modules = "trainload.launching.cluster.mailbox, trainload.launching.cluster.tasks"
     assert child(f"import sys, {modules}; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.slow  # it imports torch
+@pytest.mark.slow  # imports torch
 def test_ray_trains_controller_imports_no_compiler() -> None:
     assert (
         child(

@@ -1,6 +1,4 @@
-"""Docs, help, messages and docstrings are plain English: a short list of phrases that they do not
-use.
-"""
+"""Docs, help, messages and docstrings are plain English: they avoid a short list of phrases."""
 
 from __future__ import annotations
 
@@ -33,11 +31,11 @@ BANNED = {
     r"taken? for dead": "considered dead",
     r"tell(?:s)? apart|reckon\w*": "distinguish, compute",
 }
-"""Pattern of whole words -> what to write."""
+"""Pattern of whole words -> what to write instead."""
 NOT_VERBS = re.compile(
     "A|All|An|By|Each|Every|For|From|If|In|Its?|Like|No|On|One|So|That|The|These"
 )
-"""Words with which the docstring of a function does not begin."""
+"""Words with which the docstring of a function must not begin."""
 
 
 def banned_phrases(path: Path) -> list[str]:
@@ -90,7 +88,7 @@ def noun_phrases(path: Path) -> list[str]:
 
 
 def is_attribute(decorator: ast.expr) -> bool:
-    """Return True for a decorator that makes a function an attribute, which is named by a noun."""
+    """Return True if a decorator makes a function an attribute, which is named by a noun."""
     return "property" in ast.unparse(decorator)
 
 

@@ -1,4 +1,4 @@
-"""The table of breaks that `make mutate` tries still fits the code."""
+"""The breaks that `make mutate` applies match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No file of trainload is taken for the user's code, wherever it is in the tree."""
+"""No file of trainload is considered the user's code, wherever it is in the tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPORTED = [
     for name in sorted(module_names())
     if "." in name
 ]
-"""Files of the modules, by the names that they are imported under."""
+"""Files of the modules, under the names by which they are imported."""
 
 
 def test_no_frame_of_trainload_is_the_users() -> None:

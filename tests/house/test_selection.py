@@ -1,4 +1,4 @@
-"""The markers that select tests: each of these tests looks at its own."""
+"""Markers that select tests: each of these tests checks its own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def asked(request: pytest.FixtureRequest) -> set[str]:
 
 
 def test_a_fixture_of_a_module_hears_of_the_cases_of_its_module_alone(asked: set[str]) -> None:
-    """`strategy` is a parameter of other files."""
+    """`strategy` is also a parameter of other files."""
     assert asked == {"a", "b"}
 
 

@@ -1,4 +1,4 @@
-"""`made_once` makes what is slow to make once in a run of the suite."""
+"""`made_once` creates slow test data once per run of the suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.shared import made_once
 
 
 def maker(file: str) -> Callable[[Path], object]:
-    """Return a function of a file of this name, which leaves a file in the folder that it fills."""
+    """Return a function of a file of this name, which writes a file to the folder that it fills."""
     module: Any = types.ModuleType("conftest")
     exec(
         compile(

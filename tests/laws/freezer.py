@@ -1,5 +1,6 @@
-"""Run by a test, from a folder of its own with `gpt.py` and `jobs.py` in it: prints its user,
-writes the packages that are asked for, and prints their digests.
+"""Write packages, and print this process's user id and their digests.
+
+A test runs this file in a folder with copies of `gpt.py` and `jobs.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import gpt  # type: ignore[import-not-found]  # copies of the tests' own, beside this file
+import gpt  # type: ignore[import-not-found]  # copies of the tests' modules, next to this file
 import jobs  # type: ignore[import-not-found]
 import torch
 
@@ -20,8 +21,9 @@ from trainload.packaging.write import write_package
 
 
 class Small(torch.nn.Module):
-    """The laws' job with a model that takes no time to freeze: tied embeddings, dropout, a buffer
-    that training writes to.
+    """Model of the laws' job that takes no time to freeze.
+
+    It has tied embeddings, dropout and a buffer that training writes to.
     """
 
     calls: torch.Tensor
@@ -42,9 +44,7 @@ class Small(torch.nn.Module):
 
 
 def write(name: str, path: Path) -> Package:
-    """Write one of the packages: of the laws' GPT, of a small model, or of a job that was captured
-    by hand.
-    """
+    """Write a package: of the laws' GPT, of a small model, or of a job captured by hand."""
     if name == "job.tl":
         job = jobs.make_job()
         return write_package(path, job.program, job.updates, job.recipe)
@@ -53,7 +53,7 @@ def write(name: str, path: Path) -> Package:
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    """Packages with these names in `folder`."""
+    """Write packages with these names to `folder`."""
     print(os.getuid())
     for name in names:
         print(write(name, folder / name).digest)

@@ -1,8 +1,8 @@
-"""The job that the laws are tested with: a GPT of one layer with all that a strategy, a restart or
-a file could get wrong.
+"""Job of the laws' tests: a GPT of one layer.
 
-Tied embeddings, dropout, a frozen scale, two buffers, a weight that differs from row to row, two
-parameter groups, clipping that bites, a schedule that never stands still.
+It has everything that a strategy, a restart or a file could get wrong: tied embeddings, dropout, a
+frozen scale, two buffers, a weight that differs from row to row, two parameter groups, clipping
+that takes effect, and a schedule that changes at every step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TinyGPT(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-    """Mean cross-entropy of the next token over what is no padding."""
+    """Return the mean cross-entropy of the next token, without padding."""
     tokens = batch["tokens"].long()
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
     each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -97,12 +97,12 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def schedule(step: int) -> float:
-    """Never the same twice, so that a step that is counted wrongly shows."""
+    """Return a factor that differs at every step, so that a wrong step count is noticed."""
     return min(1.0, (step + 1) / 10) * (0.6 + 0.4 * math.cos(step / 20))
 
 
 def gpt_job(dropout: float = 0.1, steps: int = 100) -> trainload.Job:
-    """The job, always with the same weights."""
+    """Return the job, always with the same weights."""
     torch.manual_seed(0)
     return trainload.Job(
         model=TinyGPT(dropout),
@@ -119,8 +119,10 @@ def gpt_job(dropout: float = 0.1, steps: int = 100) -> trainload.Job:
 
 
 def token_rows(rows: int, seed: int = 0) -> Tensor:
-    """uint8 (rows, CONTEXT + 1): the next token follows from the last one, but for noise; each row
-    ends with padding of its own length.
+    """Return tokens, uint8 (rows, CONTEXT + 1).
+
+    The next token follows from the previous one, except for noise; each row ends with padding of
+    its own length.
     """
     generator = np.random.default_rng(seed)
     first = generator.integers(1, VOCABULARY, (rows, 1))
@@ -132,6 +134,6 @@ def token_rows(rows: int, seed: int = 0) -> Tensor:
 
 
 def write_rows(path: Path, rows: int, seed: int) -> Path:
-    """A data set of `token_rows` as npz."""
+    """Write a data set of `token_rows` to an npz file. Return its path."""
     np.savez(path, tokens=token_rows(rows, seed).numpy())
     return path

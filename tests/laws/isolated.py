@@ -1,5 +1,6 @@
-"""A fresh environment: a venv that holds the built wheel and its declared dependencies, without the
-repository and without a network.
+"""Fresh environments: a venv with the built wheel and its declared dependencies.
+
+They have neither the repository nor a network.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ def refuse(event, args):
 
 sys.addaudithook(refuse)
 """
-"""sitecustomize.py where the system cannot take the network away: Python's own sockets then reach
-this machine only.
+"""sitecustomize.py for systems that cannot remove the network.
+
+Python's own sockets then reach only this machine.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """`python`: its interpreter; `prefix`: what comes before every command, to cut the network
-    off.
+    """An isolated Python environment.
+
+    Attributes:
+        python: path of the interpreter.
+        prefix: words before every command that cut off the network.
     """
 
     python: Path
@@ -54,9 +59,10 @@ class Environment:
     def run(
         self, code: str, cwd: Path, *arguments: str | Path, timeout: float | None = None
     ) -> str:
-        """What `code` prints in a process that knows nothing of this one.
+        """Run `code` in a process that inherits nothing from this one. Return its output.
 
-        AssertionError: it fails.
+        Raises:
+            AssertionError: the process fails.
         """
         variables = {
             "PATH": os.defpath,
@@ -79,7 +85,7 @@ class Environment:
 
 
 def build_wheel(folder: Path) -> Path:
-    """The project's wheel, built in a new folder from a copy of its source."""
+    """Build the project's wheel in a new folder, from a copy of its source. Return its path."""
     source = folder / "source"
     source.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", "src", *STAGES):
@@ -104,9 +110,9 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path) -> Environment:
-    """Makes one in `folder`.
+    """Create an environment in `folder` with the project's wheel.
 
-    Dependencies are links to what this environment has, one for each package: it has others, such
+    Dependencies are linked from the current environment, one by one, since it also has others, such
     as pytest.
     """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
@@ -123,8 +129,9 @@ def make_environment(folder: Path, wheel: Path) -> Environment:
 
 
 def make_plain_environment(folder: Path, *names: str) -> Environment:
-    """Makes one in `folder` without this project: it holds these distributions and what they
-    declare to need.
+    """Create an environment in `folder` without this project.
+
+    It has these distributions and their declared dependencies.
     """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -139,8 +146,8 @@ def make_plain_environment(folder: Path, *names: str) -> Environment:
 
 
 def _dependencies(root: importlib.metadata.Distribution) -> list[importlib.metadata.Distribution]:
-    """Every distribution that one declares to need, and they in turn; extras are left out."""
-    # PyPI's; mypy sees the project's folder of that name
+    """Return the declared dependencies of a distribution, transitively and without extras."""
+    # the distribution on PyPI; mypy would find the project's folder of that name
     requirements: Any = importlib.import_module("packaging.requirements")
     found: dict[str, importlib.metadata.Distribution] = {}
     left = [root]
@@ -168,8 +175,9 @@ def _link(distribution: importlib.metadata.Distribution, site: Path) -> None:
 
 
 def _cut_off() -> tuple[str, ...]:
-    """A command prefix that runs a program in a network namespace of its own, or nothing where the
-    system allows none.
+    """Return a command prefix that runs a program in its own network namespace.
+
+    The prefix is empty if the system does not allow one.
     """
     for prefix in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
         try:

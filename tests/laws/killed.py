@@ -1,10 +1,9 @@
-"""Writes packages or trains, in children that are killed by SIGKILL at random moments, and tells
-what is then visible.
+"""Write packages or train in children that are killed by SIGKILL at random moments.
 
-A moment is just before an operation that writes to the folder (an open, a rename, a removal), or a
-time; which one is drawn from the seed. `packages` and `runs`, which are called in a process of
-their own, print a line of JSON for each child: whether it was killed, and each visible thing with
-whether it is whole.
+A moment is just before an operation that writes to the folder (open, rename, remove), or a time; it
+is drawn from the seed. `packages` and `runs`, which are called in a process of their own, print a
+line of JSON for each child: whether it was killed, and for each visible thing whether it is
+complete.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from trainload.packaging.write import with_weights, write_package
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree"}
 _DRAWN = re.compile(r"[0-9a-f]{12}(?=\.part)|[0-9a-f]{32}|\d+")
-"""What differs from one operation to the next of its kind: attempts, steps, the names of drafts."""
+"""Parts that differ between operations of a kind: attempts, steps, the names of drafts."""
 
 
 def die() -> None:
@@ -45,8 +44,9 @@ def die() -> None:
 
 
 def watch(folder: Path, see: Callable[[str], None]) -> None:
-    """Tells `see` of every operation that is about to write below `folder`, or to what is named
-    after it, by its kind.
+    """Call `see` with the kind of every operation that is about to write below `folder`.
+
+    This includes writes to paths that are named after `folder`.
     """
     places = (str(folder), str(folder.with_name(f".{folder.name}")))
 
@@ -71,7 +71,7 @@ def _reads(path: object, mode: str | None, flags: int) -> bool:
 
 
 def kill_at(folder: Path, number: int, kind: str | None = None) -> None:
-    """Kills this process before its n-th operation below `folder`, of a kind or of any."""
+    """Kill this process before its n-th operation below `folder`, of a given kind or of any."""
     left = number
 
     def count_down(seen: str) -> None:
@@ -84,7 +84,7 @@ def kill_at(folder: Path, number: int, kind: str | None = None) -> None:
 
 
 def child(act: Callable[[], None], arm: Callable[[], object]) -> bool:
-    """Runs `act` in a child. Returns: whether it was killed."""
+    """Run `act` in a child process. Return True if it was killed."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -92,7 +92,7 @@ def child(act: Callable[[], None], arm: Callable[[], object]) -> bool:
             arm()
             act()
             status = 0
-        except BaseException as error:  # noqa: BLE001  # a forked child must not go on with what its parent does
+        except BaseException as error:  # noqa: BLE001  # a forked child must not continue with what its parent does
             print(repr(error), file=sys.stderr, flush=True)
         finally:
             os._exit(status)
@@ -102,7 +102,7 @@ def child(act: Callable[[], None], arm: Callable[[], object]) -> bool:
 
 
 def measured(act: Callable[[], None], folder: Path) -> tuple[list[str], float]:
-    """The operations of an uninterrupted child below `folder`, and its seconds."""
+    """Return the operations of an uninterrupted child below `folder`, and its seconds."""
     note = folder.with_name(f"operations-{folder.name}")
     began = time.monotonic()
 
@@ -117,16 +117,16 @@ def measured(act: Callable[[], None], folder: Path) -> tuple[list[str], float]:
 
 
 def kill_after(seconds: float) -> None:
-    """Kills this process after a time."""
+    """Kill this process after a time."""
     timer = threading.Timer(seconds, die)
     timer.daemon = True
     timer.start()
 
 
 def packages(folder: Path, seed: int, package: Path, children: int) -> None:
-    """Each child writes a package, then one with new weights beside it.
+    """Run children that each write a package, then one with new weights next to it.
 
-    Half are killed at an operation, half after a time.
+    Half of them are killed at an operation, half after a time.
     """
     on_one_core()
     rng, source = random.Random(seed), trainload.open(package)
@@ -154,14 +154,16 @@ def packages(folder: Path, seed: int, package: Path, children: int) -> None:
 
 
 def runs(folder: Path, seed: int, package: Path, data: Path, steps: int) -> None:
-    """Children train a run, each from where the one before was killed, and begin another where it
-    was done: one for every kind of operation, and more until the last run is done.
+    """Run children that train, each of which resumes where the previous one was killed.
+
+    When a run is complete, the next child begins another. There is a child for every kind of
+    operation, and more until the last run is complete.
     """
     on_one_core()
     rng, source = random.Random(seed), trainload.open(package)
     plan = trainload.plan(source, trainload.Cluster(), "single", bucket_bytes=6_000)
     built = uncompiled_build(source, plan, torch.device("cpu"))
-    # children need not derive the same graphs again
+    # children then need not derive the same graphs again
     patch.object(preparation, "uncompiled_build", lambda *_, **__: built).start()
 
     def train_in(run_dir: Path) -> Callable[[], None]:

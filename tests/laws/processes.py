@@ -1,4 +1,4 @@
-"""Finds the processes that this one has started."""
+"""Find the processes that this one has started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Process number -> command line of everything that a process has started, directly or not."""
+    """Return process id -> command line of all descendants of a process."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -35,5 +35,5 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def ray_workers() -> list[int]:
-    """The training workers of the Ray cluster that this process has started."""
+    """Return the training workers of the Ray cluster that this process has started."""
     return [pid for pid, command in descendants(os.getpid()).items() if "RayTrainWorker" in command]

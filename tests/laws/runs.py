@@ -1,4 +1,4 @@
-"""Starts runs on gloo ranks of this machine, without Ray, and reads what they left."""
+"""Start runs on gloo ranks of this machine, without Ray, and read their results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from trainload.sharding.plans.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
-"""Greatest relative difference between two loss curves that mean the same run."""
+"""Maximum relative difference between the loss curves of equivalent runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run for `worker.py`.
 
-    `options`: of `trainload.launch`; `resume`: of `trainload.resume`, for a run that exists.
+    `options` are options of `trainload.launch`; `resume`, of `trainload.resume`, for a run that
+    exists.
     """
 
     run_dir: Path
@@ -41,7 +42,7 @@ class Run:
     resume: Mapping[str, Any] | None = None
 
     def entry(self) -> dict[str, Any]:
-        """The dict that `worker.py` takes."""
+        """Return the entry for `worker.py`."""
         entry: dict[str, Any] = {"run_dir": str(self.run_dir), "port": free_port()}
         if self.resume is not None:
             return {**entry, "resume": dict(self.resume)}
@@ -55,7 +56,7 @@ class Run:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of this process, with the tests' helpers importable."""
+    """Return the environment of this process, with the tests' helpers importable."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
 
@@ -67,9 +68,9 @@ def ranks(
     folder: Path,
     act: Callable[[list[dict[str, Any]]], None] = train_as_rank,
 ) -> Iterator[list[ForkServerProcess]]:
-    """Processes that train `runs`, killed where the block ends before they do.
+    """Start processes that train `runs`. At the end of the block, kill those that have not ended.
 
-    `act`: what each does with the runs' entries.
+    `act` is called in each process with the entries of the runs.
     """
     entries = [run.entry() for run in runs]
     started: list[ForkServerProcess] = []
@@ -99,9 +100,12 @@ def train(
     once: bool = True,
     act: Callable[[list[dict[str, Any]]], None] = train_as_rank,
 ) -> list[list[float]]:
-    """Trains `runs` to their ends.
+    """Train `runs` until they end.
 
-    Returns: the losses of each, by step; see `curve`. `act`: as of `ranks`.
+    `act` is that of `ranks`.
+
+    Returns:
+        The losses of each run by step; see `curve`.
     """
     with ranks(world, runs, folder, act) as started:
         ended = _wait(started)
@@ -112,9 +116,9 @@ def train(
 
 
 def _wait(started: Sequence[ForkServerProcess], patience: float = 30.0) -> list[int | None]:
-    """Exit codes of processes that have ended.
+    """Wait for processes to end, and return their exit codes.
 
-    Those that wait for one that failed are left after `patience` seconds: None.
+    After one has failed, the others are left after `patience` seconds, with the code None.
     """
     deadline = math.inf
     while time.monotonic() < deadline:
@@ -132,10 +136,10 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def curve(run_dir: Path, *, of: str = "loss", once: bool = True) -> list[float]:
-    """The loss of every step of a run, none of which may be missing: as it was done last.
+    """Return the loss of every step of a run, of its last execution. No step may be missing.
 
-    of: "loss", or "gradient_norm" before clipping. once: a step that was repeated after a restart
-    must have the same bits each time.
+    of: "loss", or "gradient_norm" before clipping.
+    once: a step that was repeated after a restart must have the same bits each time.
     """
     values: dict[int, float] = {}
     for event in read_events(run_dir):
@@ -150,14 +154,14 @@ def curve(run_dir: Path, *, of: str = "loss", once: bool = True) -> list[float]:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """The greatest relative difference between two curves of one length."""
+    """Return the greatest relative difference between two curves of the same length."""
     return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=True))
 
 
 def wait_for_step(
     run_dir: Path, step: int, are_alive: Callable[[], bool], seconds: float = 120.0
 ) -> None:
-    """Returns as soon as a run has done `step`."""
+    """Wait until a run has completed `step`."""
 
     def demand_alive() -> None:
         assert are_alive(), f"a rank has ended before step {step}"

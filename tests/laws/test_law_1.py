@@ -1,5 +1,6 @@
-"""Law 1: the package alone is enough: in an environment of the wheel and its dependencies, without
-repository and network, it trains.
+"""Law 1: the package alone is enough to train.
+
+It trains in an environment of the wheel and its dependencies, without the repository and a network.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ FOREIGN = (
     "pytest",
     "ray",
 )
-"""What made the package, the repository's folders, and what the wheel does not depend on."""
+"""Modules of the job, the repository's folders, and modules that the wheel does not depend on."""
 
 
 @pytest.fixture(scope="module")
 def elsewhere(
     gpt: Package, gpt_data: Path, gpt_held_out: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder with a package and data, and nothing else."""
+    """A folder that contains only a package and data."""
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(gpt.path, folder / "alone.tl")
     shutil.copy(gpt_data, folder / "rows.npz")
@@ -84,7 +85,7 @@ def elsewhere(
 def answer(
     wheel: Path, elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What a process in a fresh environment says after it has trained the package."""
+    """Report of a process in a fresh environment after it has trained the package."""
     environment = make_environment(tmp_path_factory.mktemp("fresh") / "venv", wheel)
     said: dict[str, Any] = json.loads(
         environment.run(CHILD, elsewhere, str(STEPS), ROOT, *FOREIGN).splitlines()[-1]

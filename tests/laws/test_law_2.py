@@ -1,5 +1,6 @@
-"""Law 2: the graph is eager: loss and every gradient, on every example, before a package is
-written.
+"""Law 2: the graph has the loss and all gradients of eager on every example.
+
+This is checked before a package is written.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def relative(expected: Tensor, got: Tensor) -> float:
 
 
 def eager_gradients(job: trainload.Job, tokens: Tensor) -> tuple[Loss, dict[str, Tensor]]:
-    """The loss of the job's own model, in train mode, and the gradient of every parameter that is
-    trained.
+    """Return the loss of the job's own model in train mode, and the gradients of its parameters.
+
+    Only parameters that are trained have a gradient.
     """
     assert job.loss is not None
     model = job.model.train()
@@ -46,7 +48,10 @@ def eager_gradients(job: trainload.Job, tokens: Tensor) -> tuple[Loss, dict[str,
 
 
 def run_step_graph(step: StepGraph, package: Package, tokens: Tensor) -> dict[str, Tensor]:
-    """What a step graph makes of a batch, by "role/name"; gradients are those of the mean loss."""
+    """Run a step graph on a batch. Return its outputs by "role/name".
+
+    Gradients are those of the mean loss.
+    """
     scalars = {
         Role.SEED: torch.tensor(1),
         Role.STEP: torch.tensor(3),
@@ -80,7 +85,7 @@ def run_step_graph(step: StepGraph, package: Package, tokens: Tensor) -> dict[st
 
 @pytest.fixture(scope="module")
 def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    job = replace(gpt_job(dropout=0.0, steps=12), predict=None)  # nothing here predicts
+    job = replace(gpt_job(dropout=0.0, steps=12), predict=None)  # no test here predicts
     return trainload.freeze(job, tmp_path_factory.mktemp("plain") / "gpt.tl")
 
 
@@ -106,7 +111,7 @@ def test_the_package_s_graph_has_eager_s_loss_and_gradients_with_dropout(
     assert relative(eager.value, loss) <= 1e-6
     assert torch.equal(weight, eager.weight) and torch.equal(accuracy, eager.metrics["accuracy"])
     for name, gradient in gradients.items():
-        # A tied parameter is one tensor under one of its names.
+        # A tied parameter is one tensor, under one of its names.
         own = found.get(name, found.get("head.weight" if name == "tokens.weight" else name))
         assert own is not None, name
         assert relative(gradient, own) <= 1e-5, name
@@ -163,7 +168,7 @@ class _Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if out.grad_fn is not None:
-            # on autograd's own graph, where no capture sees it
+            # on autograd's own graph, which no capture sees
             out.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
         return out
 
@@ -177,7 +182,7 @@ class _Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [_Doubled, _Counting])
-@pytest.mark.filterwarnings("ignore")  # torch's, about what it drops
+@pytest.mark.filterwarnings("ignore")  # from torch, about what it drops
 def test_a_freeze_whose_graph_differs_is_refused_and_writes_nothing(
     tmp_path: Path, kind: type[nn.Linear]
 ) -> None:

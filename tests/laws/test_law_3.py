@@ -1,8 +1,7 @@
-"""Law 3: in fp32, 100 steps under any plan give the single-process losses within 1e-5, dropout and
-all.
+"""Law 3: in fp32, 100 steps under any plan have the losses of a single process within 1e-5.
 
-Losses alone would not show a gradient of another length: the optimizer and the clipping both divide
-it out. So the gradients' norms are compared too.
+This includes dropout. Losses alone would not reveal a gradient that is scaled, since both the
+optimizer and clipping normalise it. The gradients' norms are therefore compared too.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from trainload.packaging.package import Package
 from trainload.sharding.planner.plan_source import Source
 from trainload.sharding.plans.strategies import DIVIDES, SCHEDULES, Divide, Recompute, Strategy
 
-pytestmark = pytest.mark.alone  # ranks that meet many times in every step
+pytestmark = pytest.mark.alone  # ranks that communicate many times in every step
 
 STEPS = 100
 FEWER = 24
-"""Steps of the plans that differ from another one in buckets or microbatches only."""
+"""Steps of plans that differ from another plan only in buckets or microbatches."""
 SMALL = 6_000
-"""Bytes of a bucket, so that there are several."""
+"""Size of a bucket in bytes, small enough that there are several."""
 TOGETHER: tuple[Strategy, ...] = ("zero1", "zero3")
-"""With a tensor axis, on four workers."""
+"""Strategies that are combined with a tensor axis, on four workers."""
 WHOLE = 10**9
 ONE_EACH = 1
 
@@ -38,7 +37,7 @@ ONE_EACH = 1
 def single(
     gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The run of one process."""
+    """The run of a single process."""
     folder = tmp_path_factory.mktemp("single")
     plan = trainload.plan(gpt_source, trainload.Cluster(), "single")
     train(1, [Run(folder / "run", gpt, plan, gpt_data, {"steps": STEPS})], folder)
@@ -46,7 +45,7 @@ def single(
 
 
 def test_the_run_of_one_process_learns(single: Path) -> None:
-    """One that learns nothing would show no difference."""
+    """A run that learns nothing would not show a difference."""
     losses = curve(single)
     assert losses[-1] < losses[0] - 0.5
 
@@ -67,8 +66,10 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "1f1b": (None, STEPS, 4, SMALL),
     "zbv": (None, FEWER, 4, SMALL),
 }
-"""(strategy; None: both workers are of the tensor axis, which divides what the name says, or of a
-pipeline with this schedule; steps, microbatches, bytes of a bucket)
+"""Case -> (strategy, steps, microbatches, bytes of a bucket).
+
+Strategy None: both workers belong to a tensor axis, which divides what the case's name says, or to
+a pipeline with the schedule of that name.
 """
 PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
     ("zero3", {"pipeline_ranks": 2, "accumulate": 2, "recompute": "full"}),
@@ -79,7 +80,7 @@ PIPED: tuple[tuple[Strategy | None, dict[str, Any]], ...] = (
     (None, {"pipeline_ranks": 2, "tensor_ranks": 2, "accumulate": 4}),
     (None, {"pipeline_ranks": 4, "accumulate": 8, "schedule": "gpipe"}),
 )
-"""Pipelines of four workers."""
+"""Pipelines of four workers: (strategy, axes)."""
 COMPILED: dict[str, tuple[int, Strategy | None, dict[str, Any]]] = {
     "zero0": (2, "zero0", {}),
     "zero1": (2, "zero1", {}),
@@ -94,16 +95,16 @@ COMPILED: dict[str, tuple[int, Strategy | None, dict[str, Any]]] = {
     "pipeline of two stages a rank": (4, *PIPED[1]),
     "pipeline of tensor": (4, *PIPED[2]),
 }
-"""(workers, strategy, axes)"""
+"""Case -> (workers, strategy, axes)."""
 FEW = 4
-"""Steps of what is compiled."""
+"""Steps of compiled runs."""
 
 
 @pytest.fixture(scope="module")
 def two_workers(
     gpt: Package, gpt_source: Source, gpt_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Case -> its run by two processes, which begins when it is first asked for."""
+    """A function: case -> its run by two processes, which starts on the first call."""
 
     @functools.cache
     def run_of(case: str) -> Path:

@@ -1,5 +1,7 @@
-"""Law 4: a run that is killed goes on as if nothing had been: bit for bit on as many workers,
-within 1e-5 on another number.
+"""Law 4: a run that is killed continues as if it had not been.
+
+The losses are the same bit for bit with the same number of workers, and within 1e-5 with another
+number.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ LAW_STEPS = 100
 """Steps for which the law holds; see law 3."""
 EVERY = 4
 BUCKET = 6_000
-"""Bytes, so that there are several."""
+"""Size of a bucket in bytes, small enough that there are several."""
 OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY}
 
 
 def drawn(every: int, end: int) -> int:
-    """A step before `end`, of a seed that is printed, by which one checkpoint is whole: the second
-    one waits for the first.
+    """Return a random step before `end` by which one checkpoint is complete. Print the seed.
+
+    The second checkpoint, which waits for the first, has begun by then.
     """
     seed = random.SystemRandom().randrange(10**6)
     step = random.Random(seed).randrange(2 * every + 1, end)
@@ -51,12 +54,12 @@ def plan_for(package: Package, world: int, strategy: Strategy, bucket_bytes: int
 
 
 def started_at(run_dir: Path) -> list[int]:
-    """The step at which each attempt of a run began."""
+    """Return the step at which each attempt of a run began."""
     return [int(event.data["step"]) for event in read_events(run_dir) if event.kind == "start"]
 
 
 def move(source: Path, target: Path) -> Path:
-    """A run as another machine would find it."""
+    """Copy a run, as another machine would find it."""
     shutil.copytree(source, target)
     return target
 
@@ -103,7 +106,7 @@ def test_a_killed_run_resumes(
 
 
 def trained_weights(run_dir: Path) -> list[bytes]:
-    """The bytes of the shards of a run's last checkpoint."""
+    """Return the bytes of the shards of a run's last checkpoint."""
     return [
         path.read_bytes()
         for path in sorted((run_dir / "checkpoints" / f"step-{STEPS:08}").rglob("*.safetensors"))
@@ -112,8 +115,9 @@ def trained_weights(run_dir: Path) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """A job that is trained on Ray in the form that people use: compiled, two workers, ZeRO-3.
-    every: steps between its checkpoints.
+    """A job that is trained on Ray as users do: compiled, with two workers and ZeRO-3.
+
+    `every` is the number of steps between checkpoints.
     """
 
     package: Package
@@ -127,7 +131,7 @@ class OnRay:
         return plan_for(self.package, world, strategy, self.bucket_bytes)
 
     def options(self, output: str) -> dict[str, Any]:
-        """Those of `trainload.launch`. output: the trained package's name."""
+        """Return options of `trainload.launch`. output: name of the trained package."""
         return {
             "steps": self.steps,
             "checkpoint_every": self.every,
@@ -146,13 +150,13 @@ def on_ray(
     )
     if request.param == "gpt":
         return OnRay(package, data, folder, STEPS, EVERY, BUCKET)
-    # a step takes milliseconds, and a kill has to arrive before the last one
+    # a step takes milliseconds, and the kill has to arrive before the last one
     return OnRay(package, data, folder, 200, 10, 500)
 
 
 @pytest.fixture(scope="module")
 def whole(on_ray: OnRay) -> Path:
-    """An uninterrupted run of it, on two compiled ranks without Ray."""
+    """An uninterrupted run of the job, on two compiled ranks without Ray."""
     run = Run(
         on_ray.folder / "whole",
         on_ray.package,
@@ -166,7 +170,7 @@ def whole(on_ray: OnRay) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(on_ray: OnRay) -> RunResult:
-    """A run of it on Ray, one of whose workers was killed."""
+    """A run of the job on Ray, one of whose workers was killed."""
     chosen = drawn(on_ray.every, 3 * on_ray.every)
     victims: list[int] = []
 
@@ -183,7 +187,7 @@ def killed(on_ray: OnRay) -> RunResult:
     return result
 
 
-@pytest.mark.timeout(600)  # of which compiling takes most
+@pytest.mark.timeout(600)  # compiling takes most of it
 def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
     on_ray: OnRay, killed: RunResult, tmp_path: Path
 ) -> None:
@@ -195,7 +199,7 @@ def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
         {"steps": on_ray.steps},
     )
     (single,) = train(1, [alone], tmp_path)
-    # differences of rounding grow from step to step: after 200 they may be 1e-4, on some CPUs
+    # rounding differences grow from step to step: after 200 they may be 1e-4 on some CPUs
     compared = slice(LAW_STEPS)
     assert difference(single[compared], curve(killed.run_dir)[compared]) <= TOLERANCE
 

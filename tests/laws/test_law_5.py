@@ -1,4 +1,4 @@
-"""Law 5: the same job gives the same bytes; one changed bit anywhere is noticed before use."""
+"""Law 5: the same job gives the same bytes; a changed bit anywhere is detected before use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def flip_somewhere(path: Path, last: int | None = None) -> None:
-    """Changes one bit of a file, or of its last bytes, of a seed that is printed."""
+    """Flip a random bit of a file, or of its last bytes. Print the seed."""
     seed = random.SystemRandom().randrange(10**6)
     size = path.stat().st_size
     at = random.Random(seed).randrange(0 if last is None else size - last, size)
@@ -50,12 +50,14 @@ def flip_somewhere(path: Path, last: int | None = None) -> None:
 
 
 OTHER = 12345
-"""A user who is not this process's."""
+"""Id of a user other than this process's."""
 
 
 def as_other_user(command: list[str]) -> list[str]:
-    """The command as run by another user, in a namespace where this one's files are theirs; as it
-    is where the system has none for us.
+    """Return the command that runs another command as another user, in a namespace.
+
+    This user's files belong to the other user there. If the system allows no namespace, the command
+    is returned unchanged.
     """
     become = ["unshare", "--user", f"--map-user={OTHER}", f"--map-group={OTHER}"]
     found = (
@@ -66,8 +68,9 @@ def as_other_user(command: list[str]) -> list[str]:
 
 
 def circumstances(folder: Path) -> dict[str, str]:
-    """Return an environment that differs from this process's in names, home, locale, time zone,
-    hash seed, width, cache and key.
+    """Return an environment that differs from this process's in as much as possible.
+
+    It has other names, home, locale, time zone, hash seed, terminal width, cache and key.
     """
     own = {
         "HOME": "home",
@@ -82,7 +85,7 @@ def circumstances(folder: Path) -> dict[str, str]:
         **os.environ,
         **{variable: str(folder / place) for variable, place in own.items()},
         **dict.fromkeys(("USER", "LOGNAME", "USERNAME", "HOSTNAME"), "grace"),
-        "PYTHONHASHSEED": "2",  # the other's is drawn
+        "PYTHONHASHSEED": "2",  # the other process has a random one
         "TZ": "Asia/Tokyo",
         "LC_ALL": "C" if os.environ.get("LC_ALL") == "C.UTF-8" else "C.UTF-8",
         "COLUMNS": "213",
@@ -90,7 +93,7 @@ def circumstances(folder: Path) -> dict[str, str]:
 
 
 def freeze_here(folder: Path, names: Sequence[str]) -> str:
-    """Run `freezer.py` in this process. Return what it prints."""
+    """Run `freezer.py` in this process. Return its output."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
@@ -110,8 +113,10 @@ PACKAGES = ("gpt.tl", "small.tl", "job.tl")
 def frozen_twice(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, Path]:
-    """Folders with the same packages, made by this process and another one from two copies of the
-    source: by two users, with other names, homes, hash seeds, locales, time zones and umasks.
+    """Folders with the same packages, frozen by this process and by another one.
+
+    They are frozen from two copies of the source, by two users, with different names, homes, hash
+    seeds, locales, time zones and umasks.
     """
     asked = sorted(selected(request, "name")) or PACKAGES
     here, there = folders = (
@@ -139,7 +144,7 @@ def frozen_twice(
     return folders
 
 
-@pytest.mark.alone  # another interpreter begins beside this one
+@pytest.mark.alone  # another interpreter starts next to this one
 @pytest.mark.matrix("small.tl")
 @pytest.mark.parametrize("name", PACKAGES)
 def test_two_processes_in_two_folders_write_the_same_bytes(
@@ -157,7 +162,7 @@ def test_two_processes_in_two_folders_write_the_same_bytes(
 
 
 def demand_flips_found(package: Path) -> None:
-    """Check that a changed bit in any file of a package is found before it is used."""
+    """Check that a changed bit in any file of a package is detected before it is used."""
     assert verify_package(package).ok
     for file in files_of(package):
         before = (package / file).read_bytes()
@@ -184,14 +189,14 @@ def test_a_flipped_bit_in_a_file_of_any_kind_is_found(copied: Path) -> None:
 
 
 def use(path: Path) -> None:
-    """Reads all that a run reads."""
+    """Read everything that a run reads."""
     package = open_package(path)
     package.program()
     package.updates()
     dict(package.program().state)
 
 
-@pytest.mark.slow  # with what is only tried there
+@pytest.mark.slow  # some packages are frozen only for slow tests
 def test_every_kind_of_file_that_a_package_can_hold_was_tried(
     frozen_twice: tuple[Path, Path], packaged: Package
 ) -> None:

@@ -1,6 +1,6 @@
 """Law 6: nothing in a package can run code.
 
-Every digest of these packages is right: they were made by whoever attacks.
+All digests of these packages are correct, as an attacker would make them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trainload.packaging.package import open_package
 from trainload.packaging.signatures.verify import verify_package
 
 WRITES = "torch.ops.aten.from_file.default"
-"""An operator that makes a file where there is none."""
+"""An operator that creates a file if it does not exist."""
 
 
 class Trap:
-    """Payloads that leave a file, and what a package does with them."""
+    """Payloads that write a file when they are executed."""
 
     def __init__(self, folder: Path) -> None:
         self.sprung = folder / "sprung"
@@ -40,7 +40,7 @@ class Trap:
         (folder / f"{self.module}.py").write_text(f"{self.code}\nclass Kind:\n    x = 1\n")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickling a trap springs it."""
+        """Execute the payload when the trap is unpickled."""
         return eval, (self.code,)
 
     def pickle(self) -> bytes:
@@ -58,7 +58,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
 
 
 def use(path: Path) -> None:
-    """All that is done with a package before its graphs run."""
+    """Do everything that is done with a package before its graphs run."""
     package = open_package(path)
     package.updates()
     program = package.program()
@@ -255,11 +255,11 @@ def test_without_an_attack_the_package_is_used(copied: Path) -> None:
 
 
 def test_the_traps_are_real(copied: Path, trap: Trap) -> None:
-    """What our own reader is for: torch's, given the same, springs them."""
+    """The traps work with torch's own reader, which is why we have another one."""
     graph = json.loads((copied / "graphs/train.json").read_bytes())
 
     def springs(act: Callable[[], object]) -> bool:
-        with contextlib.suppress(Exception):  # whatever it ends in: it has run by then
+        with contextlib.suppress(Exception):  # any error is fine: the code has run by then
             act()
         there = trap.sprung.exists()
         trap.sprung.unlink(missing_ok=True)

@@ -19,8 +19,9 @@ STEPS = 6
 
 
 def killed(act: Callable[..., None], folder: Path, *arguments: object) -> list[dict[str, Any]]:
-    """Return the reports of a function of `killed.py` on its children, with a random seed that is
-    printed.
+    """Run a function of `killed.py` with a random seed, which is printed.
+
+    Return its reports on its children.
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
@@ -30,7 +31,7 @@ def killed(act: Callable[..., None], folder: Path, *arguments: object) -> list[d
 
 
 def goes_forward(reports: list[dict[str, Any]]) -> bool:
-    """Whether no kill has cost a run its newest checkpoint."""
+    """Return True if no kill has cost a run its newest checkpoint."""
     newest: dict[str, str] = {}
     for report in reports:
         step = max((name for name in report["visible"] if name.startswith("step-")), default="")
@@ -54,7 +55,7 @@ def test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all(
     tiny: Package, tiny_data: Path, tmp_path: Path
 ) -> None:
     reports = killed(runs, tmp_path, tiny.path, tiny_data, STEPS)
-    # on a busy machine a run may be over before its killer strikes
+    # on a busy machine a run may end before it is killed
     assert sum(report["killed"] for report in reports) >= 8
     assert [report for report in reports if not all(report["visible"].values())] == []
     assert goes_forward(reports)

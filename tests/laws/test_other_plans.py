@@ -1,6 +1,4 @@
-"""Laws 3 and 4 together: a run that goes on under one plan after another has the losses of one that
-was never interrupted.
-"""
+"""Laws 3 and 4 together: a run that is resumed under different plans has uninterrupted losses."""
 
 from __future__ import annotations
 
@@ -23,8 +21,10 @@ EVERY = 4
 def test_a_run_goes_on_under_one_plan_after_another(
     gpt: Package, gpt_data: Path, tmp_path: Path
 ) -> None:
-    """ZeRO-3 on four ranks, a tensor axis of two, one process, a pipeline of two, ZeRO-3 beside a
-    context axis, each from a checkpoint of the one before.
+    """The run has five plans, each of which resumes from a checkpoint of the previous one.
+
+    They are ZeRO-3 on four ranks, a tensor axis of two, one process, a pipeline of two, and ZeRO-3
+    with a context axis of two.
     """
     folder = tmp_path / "run"
     options = {"steps": STEPS, "checkpoint_every": EVERY, "keep": STEPS}

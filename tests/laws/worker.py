@@ -1,8 +1,7 @@
-"""One rank of a gloo group, in a process of its own, which trains the runs that it is given, one
-after the other.
+"""Rank of a gloo group, in a process of its own, which trains the given runs one after the other.
 
-Each entry: {"run_dir", "port"} and either what `trainload.launch` takes, or {"resume": what
-`trainload.resume` takes}. The rank's place is in the environment, as torchrun would leave it.
+Each entry is {"run_dir", "port"} with either the arguments of `trainload.launch`, or {"resume":
+arguments of `trainload.resume`}. The rank is in the environment, in torchrun's variables.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def train(entry: dict[str, Any]) -> None:
 
 
 def train_as_rank(entries: Sequence[dict[str, Any]]) -> None:
-    """Train each of the entries' runs as the rank that the environment says, on one core."""
+    """Train the run of each entry as the rank that the environment names, on one core."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    torch.set_num_threads(1)  # whatever the machine
+    torch.set_num_threads(1)  # regardless of the machine
     for entry in entries:
         train(entry)

@@ -1,4 +1,4 @@
-"""Fixtures of stores."""
+"""Fixtures for the tests of stores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainload.packaging.package import Package
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """The S3 server of moto, with a bucket."""
+    """S3 server of moto, with a bucket."""
     with s3_server() as url:
         yield url
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Where nothing is yet: a folder, fsspec's memory, S3."""
+    """An empty place for a store: a folder, fsspec's memory, S3."""
     if request.param == "folder":
         return Place(str(tmp_path / "store"))
     return memory_place() if request.param == "memory" else s3_place(request.getfixturevalue("s3"))
@@ -35,19 +35,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture(params=["folder", "memory"])
 def local_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Where nothing is yet, and which takes little time."""
+    """An empty place for a store that is fast."""
     return Place(str(tmp_path / "store")) if request.param == "folder" else memory_place()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Place:
-    """Where a store in a folder may be."""
+    """An empty place for a store in a folder."""
     return Place(str(tmp_path / "store"))
 
 
 @pytest.fixture(scope="session")
 def second(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """`packaged` with one parameter trained further, which lies in the second of its two shards.
+    """`packaged` with one parameter trained further, which is in the second of its three shards.
 
     No test changes it.
     """

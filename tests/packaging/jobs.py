@@ -1,5 +1,6 @@
-"""A small job, captured by hand: dropout, an autocast region, a no_grad metric, cond, tied weights,
-buffers of both kinds.
+"""A small job that is captured by hand.
+
+It has dropout, an autocast region, a no_grad metric, cond, tied weights and both kinds of buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Model(torch.nn.Module):
-    """Small enough to export in a second, with everything that a graph file must keep."""
+    """A model that exports in a second, with everything that a graph file must store."""
 
     ema: torch.Tensor
     mask: torch.Tensor
@@ -57,8 +58,10 @@ class Model(torch.nn.Module):
 
 
 class RevisedModel(Model):
-    """The model after a day's work: a wider layer and one more, other dropout, another branch,
-    another constant.
+    """The model after a day's changes.
+
+    It has a wider layer and an additional one, another dropout, another branch and another
+    constant.
     """
 
     def __init__(self) -> None:
@@ -81,15 +84,16 @@ class RevisedModel(Model):
 
 
 class Wrapped(torch.nn.Module):
-    """The model in torch.export's calling convention of this project: one dict in, one flat tuple
-    out.
+    """The model in this project's calling convention for torch.export.
+
+    Its forward takes one dict and returns one flat tuple.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
-        self.model = [model]  # a list, so that names stay plain
+        self.model = [model]  # in a list, so that names have no prefix
         self.body = type(model).forward
         self.frozen = model.frozen
         self.register_buffer("ema", model.ema)
@@ -113,7 +117,7 @@ def batch_of(rows: int, seed: int = 0) -> Batch:
 
 @dataclass(frozen=True)
 class Job:
-    """What `write_package` is given."""
+    """Arguments of `write_package`."""
 
     program: Program
     updates: tuple[UpdateGraph, ...]
@@ -123,7 +127,7 @@ class Job:
 def exported(
     module: torch.nn.Module, args: tuple[object, ...], dynamic_shapes: object = None
 ) -> ExportedProgram:
-    """torch.export.export, without the warnings that its own tracing of control flow sets off."""
+    """Call torch.export.export without the warnings that its own tracing of control flow causes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return export(module, args, dynamic_shapes=dynamic_shapes, strict=False)  # type: ignore[arg-type]

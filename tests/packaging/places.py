@@ -1,4 +1,4 @@
-"""Stores of every kind for the tests, and packages to put there."""
+"""Stores of every kind for the tests, and packages to push to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store is, or will be."""
+    """The place of a store that exists or is yet to be created."""
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Place:
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The URL of a server with an empty bucket."""
+    """Start a server with an empty bucket, and yield its URL."""
     for library in ("moto", "s3fs", "flask"):
         if not _installed(library):
             pytest.skip(f"{library} is not installed: make env")
@@ -76,7 +76,7 @@ def _installed(library: str) -> bool:
 
 
 def s3_place(server: str) -> Place:
-    """A new place on the server."""
+    """Return a new place on the server."""
     options = {"key": "test", "secret": "test", "endpoint_url": server}
     return Place(
         f"s3://{BUCKET}/{secrets.token_hex(8)}", options, {**KEYS, "AWS_ENDPOINT_URL": server}
@@ -90,7 +90,7 @@ def memory_place() -> Place:
 def retrained(
     package: Package, path: Path, *names: str, by: float = 1.0, max_shard: int = 600
 ) -> Package:
-    """A package with other values of these parameters."""
+    """Write a package with other values of these parameters."""
     weights = {name: package.weights.tensor(name) for name in package.weights.names()}
     return with_weights(
         package,
@@ -101,7 +101,7 @@ def retrained(
 
 
 def last_of_shard(package: Package, shard: str) -> str:
-    """The name of a float parameter in a shard."""
+    """Return the name of a float parameter in a shard."""
     index = json.loads((package.path / "weights/model.safetensors.index.json").read_bytes())
     names = [name for name, file in index["weight_map"].items() if file == shard]
     return next(
@@ -110,7 +110,7 @@ def last_of_shard(package: Package, shard: str) -> str:
 
 
 def travelling(path: Path) -> dict[str, bytes]:
-    """Path -> bytes of every file of a package that travels."""
+    """Return path -> content of a package's files, except those in derived/."""
     files = (
         (file.relative_to(path).as_posix(), file)
         for file in sorted(path.rglob("*"))
@@ -122,7 +122,7 @@ def travelling(path: Path) -> dict[str, bytes]:
 def child(
     script: str, *arguments: str | Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """A process that runs a script of this folder."""
+    """Start a process that runs a script of this folder."""
     command = [
         sys.executable,
         "-W",

@@ -1,16 +1,15 @@
-"""Run by a test, in a child of its own: what this file is called with, or `told_by` in a process
-that was forked.
+"""Pushes in child processes of a test, which run this file, or `told_by` in a forked process.
 
-    pushing.py push STORE LINE PACKAGE...     says "ready", waits for a line of input, pushes one
-                                              package after another; with DIE_AFTER=N in the
+    pushing.py push STORE LINE PACKAGE...     prints "ready", waits for a line of input, and pushes
+                                              one package after another; with DIE_AFTER=N in the
                                               environment it is killed at its N-th progress report
     pushing.py together STORE LINE WRITERS PACKAGE...
-                                              so many forks that begin at once push the packages,
-                                              each a part of them
-    pushing.py killed STORES PACKAGE          for every kind of operation that a push does to a
-                                              store in a folder, children that are killed by SIGKILL
-                                              just before it, in stores of their own; then what is
-                                              seen, and a push that continues
+                                              WRITERS forks, which begin at the same time, push the
+                                              packages, each a part of them
+    pushing.py killed STORES PACKAGE          for every kind of operation of a push to a store in a
+                                              folder, a child is killed by SIGKILL just before it,
+                                              in a store of its own; then prints what is visible,
+                                              and the result of a push that continues
 
 Prints a line of JSON for each push.
 """
@@ -34,7 +33,7 @@ from trainload.packaging.stores.store import Store
 _DRAWN = re.compile(
     r"[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16}|[0-9a-f]{12}(?=\.part)|(?<=sha256/)[0-9a-f]{2}"
 )
-"""What differs from one operation to the next of its kind."""
+"""Parts that differ between operations of a kind."""
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.link"}
 
 
@@ -63,9 +62,10 @@ def pushes(store: str, line: str, packages: list[str]) -> None:
 
 
 def together(store: str, line: str, writers: int, packages: list[str]) -> int:
-    """Forks, which have all imported by then, so that they do write at once.
+    """Push from forks that have already imported everything, so that they write concurrently.
 
-    Returns: the worst of their exit codes.
+    Returns:
+        The worst of their exit codes.
     """
     waiting, begin = os.pipe()
 
@@ -73,7 +73,7 @@ def together(store: str, line: str, writers: int, packages: list[str]) -> int:
         code = 1
         try:
             os.close(begin)
-            os.read(waiting, 1)  # ends where the last writing end is closed
+            os.read(waiting, 1)  # returns when the last writing end is closed
             for package in packages[number::writers]:
                 say(asdict(push(package, store, line=line)))
             code = 0
@@ -89,8 +89,9 @@ def together(store: str, line: str, writers: int, packages: list[str]) -> int:
 
 
 def hear(folder: Path, see: Callable[[str], None]) -> None:
-    """Calls `see` before every operation that writes below a folder, with its kind: what it does to
-    what.
+    """Call `see` before every operation that writes below a folder, with its kind.
+
+    The kind is the operation and what it writes to.
     """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -104,7 +105,7 @@ def hear(folder: Path, see: Callable[[str], None]) -> None:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Runs it in a fork. Returns: the number of the signal that ended it, or 0."""
+    """Run `work` in a fork. Return its exit code: 0, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         work()
@@ -113,9 +114,9 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def moments(folder: Path, package: str) -> list[int]:
-    """The first and the last operation of each kind that a push does, by number.
+    """Return the numbers of the first and the last operation of each kind that a push performs.
 
-    Found out in a fork, since a hook stays.
+    They are determined in a fork, since an audit hook cannot be removed.
     """
     notes = folder / "kinds"
 
@@ -132,7 +133,7 @@ def moments(folder: Path, package: str) -> list[int]:
 
 
 def killed(folder: Path, package: str) -> None:
-    os.fsync = lambda fd: None  # the machine does not die, and what its processes wrote stays
+    os.fsync = lambda fd: None  # the machine does not crash, so what its processes wrote remains
     for number in moments(folder, package):
         place = folder / f"store{number}"
 
@@ -173,7 +174,7 @@ def killed(folder: Path, package: str) -> None:
 
 
 def told_by(words: list[str]) -> None:
-    """Do what the words of a command line say."""
+    """Execute the words of a command line."""
     match words:
         case ["killed", folder, package]:
             killed(Path(folder), package)

@@ -1,5 +1,6 @@
-"""A registry server for the tests: Debian's docker-registry, on loopback, with its files in a
-folder of the test.
+"""A registry server for the tests: Debian's docker-registry, on loopback.
+
+Its files are in a folder of the test.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ http: {addr: "127.0.0.1:0"}
 
 
 def binary() -> str | None:
-    """Where `make env` has unpacked it, or where it is installed."""
+    """Return the program that `make env` has unpacked, or that is installed."""
     unpacked = Path(sys.prefix) / "registry/usr/bin/docker-registry"
     return str(unpacked) if unpacked.is_file() else shutil.which("docker-registry")
 
 
 @contextmanager
 def registry_server(folder: Path) -> Iterator[str]:
-    """HOST:PORT of an empty registry."""
+    """Start an empty registry, and yield its HOST:PORT."""
     program = binary()
     if program is None:
         pytest.skip("there is no docker-registry: make env fetches it from Debian, where it can")
@@ -42,7 +43,7 @@ def registry_server(folder: Path) -> Iterator[str]:
     environment = {**os.environ, "OTEL_TRACES_EXPORTER": "none"}
     log = folder / "log"
     with log.open("w") as output:
-        # so that it ends with this process, however that ends
+        # so that it always ends with this process
         guarded = ["setpriv", "--pdeathsig", "KILL"]
         command = [*guarded, program, "serve", str(folder / "config.yml")]
         process = subprocess.Popen(

@@ -1,8 +1,8 @@
-"""Run by a test: moto's S3 server on loopback. It prints its port, and ends when its standard input
-does.
+"""moto's S3 server on loopback, which a test runs.
 
-One request at a time, since moto looks for an object and then writes it: with threads its
-conditional writes would not be atomic.
+It prints its port, and ends when its standard input is closed. It handles one request at a time,
+since moto looks for an object and then writes it: with threads its conditional writes would not be
+atomic.
 """
 
 from __future__ import annotations

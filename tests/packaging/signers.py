@@ -1,4 +1,4 @@
-"""Keys and certificates of people who sign packages, made with the library that checks them."""
+"""Keys and certificates of people who sign packages, made with the library that verifies them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _BEGAN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Files of one key pair, with a certificate that `issuer` (below) gave it."""
+    """Files of one key pair, with a certificate that `issuer` (below) issued."""
 
     key: Path
     public: Path
     encrypted: Path
-    """The same private key under PASSWORD."""
+    """The same private key, encrypted with PASSWORD."""
     certificate: Path
 
 
 @dataclass(frozen=True, slots=True)
 class Signers:
-    """Two people, and who issued their certificates."""
+    """Two people, the issuer of their certificates, and another issuer."""
 
     alice: Signer
     bob: Signer
@@ -37,7 +37,7 @@ class Signers:
 
 
 def make_signers(folder: Path) -> Signers:
-    """New keys, in files."""
+    """Create keys and certificates in files."""
     root = ec.generate_private_key(ec.SECP256R1())
     other = ec.generate_private_key(ec.SECP256R1())
     return Signers(

@@ -1,4 +1,4 @@
-"""What an attacker does: change files of a package, then make every digest right again."""
+"""Attacks on a package: change its files, then recompute every digest."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ UNKNOWN_LIBRARY: dict[str, Any] = {
     "kernels": [],
     "wheels": [],
 }
-"""An entry of `op_libraries` that says nothing."""
+"""An entry of `op_libraries` without information."""
 
 
 def reseal(package: Path) -> None:
-    """Make the manifest's files and checksum those of the folder."""
+    """Recompute the manifest's entries of files and its checksum."""
     manifest = json.loads((package / "manifest.json").read_bytes())
     for path, entry in manifest["files"].items():
         data = (package / path).read_bytes()
@@ -52,14 +52,14 @@ def edit_graph(
 
 
 def flip(path: Path, at: int) -> None:
-    """Change one bit of byte `at` (from the end where negative)."""
+    """Change one bit of byte `at`, which counts from the end if it is negative."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
 
 
 def rechunk(package: Path) -> None:
-    """Make the list of chunks that of the files of weights."""
+    """Recompute the list of chunks from the files of weights."""
     path = package / "weights/chunks.json"
     chunks = json.loads(path.read_bytes())
     size = chunks["chunk_size"]

@@ -147,7 +147,7 @@ def test_what_is_chosen_by_hand_is_kept_and_what_is_not_is_left(
 ) -> None:
     ask(package, "n\nn\ny\ny\nq\n", monkeypatch, "-o", tmp_path / "new.tl")
     asked = re.findall(r"(aten\.\S+), \d+ calls, becomes", capsys.readouterr().err)
-    assert asked[0] == "aten.linear.default"  # called most
+    assert asked[0] == "aten.linear.default"  # the most frequent one
     made = open_package(tmp_path / "new.tl")
     assert [entry.options["operators"] for entry in made.manifest.passes] == [(asked[2],)]
     assert f"torch.ops.{asked[2]}" not in made.manifest.ops

@@ -53,7 +53,7 @@ def decomposed(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def work(packaged: Package) -> Transformation:
-    """The package that passes are applied to."""
+    """The package to which passes are applied."""
     return Transformation(packaged)
 
 
@@ -73,9 +73,7 @@ def core(exact: Package, told: list[Applied], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def changed(exact: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The exact package after a pass that changes values, which was allowed, and one that does
-    not.
-    """
+    """The exact package after an allowed pass that changes values, and a pass that does not."""
     target = tmp_path_factory.mktemp("changed") / "new.tl"
     return trainload.transform(
         exact, [passes.gelu_tanh, passes.eliminate_dead_code], target, allow_change=True
@@ -241,7 +239,7 @@ def test_a_pass_that_cannot_be_used_is_refused_by_name(
 ) -> None:
     name = function.__name__  # type: ignore[attr-defined]  # functions have names
     with pytest.raises(PassError, match=rf"users_pass:{name}, graph (eval|train).*{problem}"):
-        Transformation(packaged).apply(function)  # what a pass says of sizes stays said
+        Transformation(packaged).apply(function)  # not `work`: guards on sizes would remain
 
 
 def test_a_pass_that_changes_values_is_refused_and_leaves_nothing(
@@ -314,20 +312,20 @@ def test_a_package_that_does_not_say_what_its_integers_are_needs_rows(
     )
 
 
-# The passes that come along.
+# Built-in passes.
 
 
 def rewritten(
     package: Package, function: Callable[..., GraphModule], edit: Callable[[GraphModule], None]
 ) -> tuple[GraphModule, GraphModule]:
-    """The train graph after `edit`, before and after a pass."""
+    """Return the train graph after `edit`, before and after a pass."""
     module = copy.deepcopy(package.program().graphs["train"].exported.graph_module)
     edit(module)
     return module, function(copy.deepcopy(module), package.program())
 
 
 def duplicate(module: GraphModule, operator: Any) -> None:
-    """Computes an operator twice; the second result is used by the last user."""
+    """Compute an operator twice; the last user uses the second result."""
     node = next(node for node in module.graph.nodes if node.target is operator)
     with module.graph.inserting_after(node):
         twin = module.graph.call_function(operator, node.args, node.kwargs)
@@ -386,7 +384,7 @@ def test_what_is_read_before_and_after_a_write_is_not_the_same() -> None:
     graph.call_function(torch.ops.aten.mul_.Tensor, (x, 2))
     second = graph.call_function(torch.ops.aten.neg.default, (x,))
     graph.output((first, second))
-    made = passes.eliminate_common_subexpressions(GraphModule({}, graph), None)  # type: ignore[arg-type]  # it does not look at the program
+    made = passes.eliminate_common_subexpressions(GraphModule({}, graph), None)  # type: ignore[arg-type]  # the pass ignores the program
     assert calls(made, "aten.neg.default") == 2
 
 

@@ -1,4 +1,4 @@
-"""Passes as a user might write them."""
+"""Passes that a user might write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEN: list[tuple[str, str]] = []
 
 
 def look(graph: GraphModule, program: Program) -> GraphModule:
-    """Notes, for each call, the graph's name and the innermost module."""
+    """Record the graph's name and the innermost module of each call."""
     for node in graph.graph.nodes:
         if node.op == "call_function":
             stack = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())
@@ -35,7 +35,7 @@ def no_dropout(graph: GraphModule, program: Program) -> GraphModule:
 def double_negation(
     graph: GraphModule, program: Program, *, times: int = 1, target: str = "aten.embedding.default"
 ) -> GraphModule:
-    """Changes nothing; its nodes have no values of their own."""
+    """Change nothing; the new nodes have no `val` in their metadata."""
     for node in list(graph.graph.nodes):
         if str(node.target) == target:
             users = list(node.users)
@@ -50,7 +50,7 @@ def double_negation(
 
 
 def new_graph(graph: GraphModule, program: Program) -> GraphModule:
-    """Returns another module than it was given."""
+    """Return another module than the one received."""
     return GraphModule(graph, graph.graph)
 
 
@@ -76,14 +76,14 @@ def another_input(graph: GraphModule, program: Program) -> GraphModule:
 
 
 def broken(graph: GraphModule, program: Program) -> GraphModule:
-    """Uses a value before it is made."""
+    """Use a value before it is computed."""
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     calls[0].args = (calls[-1],)
     return graph
 
 
 def specialises(graph: GraphModule, program: Program) -> GraphModule:
-    """Asks for the batch size in Python."""
+    """Use the batch size as a number in Python."""
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     assert last.meta["val"].shape[0] == 4
     return graph

@@ -1,4 +1,4 @@
-"""What differs between two packages."""
+"""Differences between two packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainload.packaging.write import with_weights, write_package
 
 @pytest.fixture(scope="module")
 def revised(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The package of the same job after a day's work."""
+    """The package of the same job after a day's changes."""
     folder = tmp_path_factory.mktemp("revised")
     (folder / "LICENSE").write_text("do as you like\nbut say so\n")
     job = make_job(model=RevisedModel)
@@ -52,13 +52,13 @@ def revised(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 @pytest.fixture(scope="module")
 def found(packaged: Package, revised: Package) -> PackageDifference:
-    """What differs between the two."""
+    """Differences between the two packages."""
     return package_difference(packaged.path, revised.path)
 
 
 @pytest.fixture(scope="module")
 def trained(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A child with three other tensors, one of which has a NaN."""
+    """A child of the package with three other tensors, one of which has a NaN."""
     state = packaged.program().state
     new = {name: state[name] for name in state}
     new["lin.bias"] = state["lin.bias"] * 1.5
@@ -150,7 +150,7 @@ def test_nodes_within_bodies_of_control_flow_are_compared(found: PackageDifferen
 
 
 def test_nodes_after_one_that_was_put_in_do_not_change(found: PackageDifference) -> None:
-    """In the files all of them do: relu and out are before them, and torch numbers names."""
+    """In the files all of these change: relu and out come before them, and torch numbers names."""
     assert {part.module for part in graph(found).modules} == {"", "drop", "out", "norm"}
     assert lines(found, "head") == lines(found, "emb") == []
 

@@ -1,4 +1,4 @@
-"""assets/: what travels along."""
+"""assets/: additional files in a package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Write = Callable[..., Package]
 
 @pytest.fixture
 def write(job: Job, tmp_path: Path) -> Write:
-    """Writes the package of `job` with these assets."""
+    """A function that writes the package of `job` with some assets."""
 
     def write(assets: dict[str, AssetLike], name: str = "a.tl") -> Package:
         return write_package(tmp_path / name, job.program, job.updates, job.recipe, assets=assets)
@@ -181,7 +181,7 @@ def test_a_wrong_asset_is_refused_before_the_work_begins(
 
 
 def test_links_in_a_folder_are_copied_as_files(write: Write, tmp_path: Path) -> None:
-    """Hugging Face's cache is made of them."""
+    """Hugging Face's cache consists of links."""
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "blob").write_bytes(b"words")
     (tmp_path / "snapshot/vocab.txt").symlink_to(tmp_path / "blob")

@@ -152,7 +152,7 @@ def test_a_missing_parent_folder_is_a_clear_error(job: Job, tmp_path: Path) -> N
 def test_a_full_disk_leaves_nothing_behind(job: Job, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # the kernel refuses the write, as a full disk does
+    # the kernel rejects the write, as it does when a disk is full
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
         with pytest.raises(StorageError, match="full"):

@@ -1,4 +1,4 @@
-"""What a recipe and its updates must say of each other, and what older packages need not say."""
+"""Consistency of a recipe and its updates, and what older packages may leave out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainload.packaging.package import Package
 
 
 def changed(package: Package, **update: Any) -> Manifest:
-    """The package's manifest, its first update changed."""
+    """Return the package's manifest with its first update changed."""
     first, *others = package.manifest.updates
     return package.manifest.model_copy(
         update={"updates": (first.model_copy(update=update), *others)}
@@ -114,7 +114,7 @@ def test_a_group_without_its_schedule_or_with_rates_beside_it_is_refused(
 
 
 def of_graphs(package: Package, **update: Any) -> Manifest:
-    """The package's manifest as that of several graphs, its recipe changed."""
+    """Return the package's manifest as one of several graphs, with its recipe changed."""
     recipe = package.recipe
     names = tuple(group.name for group in recipe.groups)
     whole: dict[str, Any] = {

@@ -1,5 +1,6 @@
-"""What a package gives back can go through torch's own tools: written again, exported again,
-unflattened, derived; always the same.
+"""Programs read from a package stay the same when torch's own tools process them.
+
+They are written again, exported again, unflattened and derived.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ aten = torch.ops.aten
 
 
 class Net(nn.Module):
-    """Convolution, BatchNorm, a buffer that is written, dropout, an autocast region."""
+    """Convolution, BatchNorm, a buffer that is written to, dropout, an autocast region."""
 
     seen: Tensor
 
@@ -98,7 +99,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 )
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the models leave out is not what is tested here
+        warnings.simplefilter("ignore")  # what the models leave out is not tested here
         return trainload.freeze(JOBS[request.param](), tmp_path_factory.mktemp("round") / "p.tl")
 
 
@@ -115,8 +116,9 @@ def train(package: Package) -> ExportedProgram:
 def run(
     module: nn.Module, batch: Batch
 ) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
-    """Loss, gradients and buffers after a call with a fixed generator; the module is left as it
-    was.
+    """Return loss, gradients and buffers after a call with a fixed seed.
+
+    The module is left unchanged.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -214,7 +216,7 @@ def test_a_step_graph_is_the_same_whether_derived_at_the_freeze_or_from_the_pack
     assert at_the_freeze is not None
     later = derive(program, "train", cpu)
     assert (later.inputs, later.outputs) == (at_the_freeze.inputs, at_the_freeze.outputs)
-    # But for the ranges of sizes: torch's reader takes 0 and 1 out of them.
+    # Except for the ranges of sizes: torch's reader removes 0 and 1 from them.
     first, second = (
         flat_to_json(step.module).document["graph_module"] for step in (at_the_freeze, later)
     )

@@ -1,4 +1,4 @@
-"""Graphs whose sizes were declared in every way, written and read back."""
+"""Graphs whose sizes were declared in every way are written and read back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.export import Dim
 import trainload
 
 HALF = Dim("half", min=2, max=64)
-# the loss uses a part of the model
+# the loss uses only part of the model
 pytestmark = pytest.mark.filterwarnings("ignore:.* get no gradient")
 
 

@@ -1,4 +1,4 @@
-"""Where nodes come from: debug/source-map.json."""
+"""Origins of nodes: debug/source-map.json."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_nodes_that_a_pass_makes_come_from_the_line_of_those_they_replace(
 
     before = source.read_text()
     try:
-        source.write_text("\n" + before)  # what counts is what the file was at the freeze
+        source.write_text("\n" + before)  # the file's content at the freeze is what matters
         made = transform(
             net, [(decompose, {"operators": "aten.linear.default"})], tmp_path / "new.tl"
         )
@@ -172,7 +172,7 @@ def test_what_a_terminal_would_obey_is_not_handed_on(copied: Path) -> None:
 
 
 def put(package: Path, document: object) -> None:
-    """A source map of another writer, rightly listed."""
+    """Write the source map of another writer, with correct digests."""
     data = canonical_json(document)
     (package / "debug/source-map.json").write_bytes(data)
     files = json.loads((package / "debug/index.json").read_bytes())["files"]

@@ -1,4 +1,4 @@
-"""Manifests of older format versions: upgraded when they are read, and the same package still."""
+"""Manifests of older format versions are upgraded when they are read, and stay the same package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST = [golden for golden in OLD if golden.version == 1]
 
 
 def fields(golden: Golden) -> dict[str, Any]:
-    """Its manifest as JSON, without the checksum."""
+    """Return a golden's manifest as JSON, without the checksum."""
     found: dict[str, Any] = json.loads((golden.package / MANIFEST).read_bytes())
     del found["checksum"]
     return found
@@ -36,7 +36,7 @@ def read(golden: Golden) -> Manifest:
 
 
 def program_digest(of: dict[str, Any]) -> str:
-    """As docs/format.md defines it, from what lies in the file."""
+    """Compute the digest that docs/format.md defines from the content of the file."""
     left = {name: value for name, value in of.items() if name not in ("parent", "training")}
     left["features"] = [feature for feature in of["features"] if feature != "training"]
     left["files"] = {

@@ -1,4 +1,4 @@
-"""Guards in a package: kept, in order, and not believed where they do not hold together."""
+"""Guards in a package are stored in order, and rejected if they are inconsistent."""
 
 from __future__ import annotations
 
@@ -217,8 +217,9 @@ def test_inspect_says_what_each_graph_takes_in_their_order(
 
 @pytest.fixture(scope="module")
 def by_command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder in which the command froze `JOB`, from variants_job.py to job.tl, and what it
-    said.
+    """Folder in which the command froze `JOB`, and the command's output.
+
+    It froze variants_job.py to job.tl.
     """
     folder = tmp_path_factory.mktemp("command")
     (folder / "variants_job.py").write_text(JOB)

@@ -1,4 +1,4 @@
-"""Each operator's recorded schema beside the running torch's."""
+"""Each operator's recorded schema, compared with that of the running torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUM = "torch.ops.aten.sum.default"
 
 
 def verdicts(package: Path) -> dict[str, Verdict]:
-    """Of the operators that are not the same."""
+    """Return the verdicts of the operators that are not the same."""
     manifest = Manifest.from_bytes(read_manifest(package), MANIFEST)
     return {
         each.name: each.verdict

@@ -62,7 +62,7 @@ def test_what_sympy_would_evaluate_is_refused(text: str) -> None:
         check_expression(text, "graph")
 
 
-@pytest.mark.timeout(20)  # each takes milliseconds; evaluated, hours
+@pytest.mark.timeout(20)  # each takes milliseconds; evaluating them would take hours
 @pytest.mark.parametrize(
     "text",
     [

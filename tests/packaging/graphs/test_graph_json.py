@@ -18,7 +18,7 @@ from trainload.packaging.graphs.validate import validate_graph
 
 
 def through_json(exported: ExportedProgram) -> ExportedProgram:
-    """Serialise and read back with the graph's own tensors."""
+    """Serialise a program, and read it back with its own tensors."""
     document = parse_canonical(canonical_json(graph_to_json(exported).document), "graph")
     validate_graph(document, "graph")
     tensors = {n: t for n, t in exported.constants.items() if isinstance(t, torch.Tensor)}
@@ -28,7 +28,7 @@ def through_json(exported: ExportedProgram) -> ExportedProgram:
 def run(
     exported: ExportedProgram, *args: object, seed: int = 1
 ) -> tuple[Any, dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
-    """Outputs, gradients by parameter, and state after the call, of a copy."""
+    """Call a copy. Return outputs, gradients by parameter, and the state after the call."""
     module = exported.module(check_guards=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

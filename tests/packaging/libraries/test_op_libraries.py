@@ -1,4 +1,4 @@
-"""What registers operators is found, and recorded with its distribution, version and digest."""
+"""Libraries of operators are found, and recorded with distribution, version and digest."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ torch.library.define("{namespace}::{name}", "(Tensor x) -> Tensor")
 torch.library.impl("{namespace}::{name}", "cpu")(lambda x: x / 2)
 torch.library.register_fake("{namespace}::{name}")(lambda x: torch.empty_like(x))
 """
-"""torch does not keep who called `define`, as it does not for operators in C++."""
+"""A library that only its fake identifies: torch does not record who called `define`.
+
+It does not record this for operators in C++ either.
+"""
 
 
 Write = Callable[..., ModuleType]
@@ -50,8 +53,9 @@ Write = Callable[..., ModuleType]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a module, which is imported, and installed as a distribution if it is given a
-    version.
+    """A function that writes and imports a module.
+
+    A module with a version is installed as a distribution.
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
     written: list[str] = []
@@ -143,7 +147,7 @@ def test_of_two_distributions_none_is_recorded_and_both_modules_are(write: Write
 
 
 def told(package: Package, entry: OpLibraryEntry) -> list[str]:
-    """The differences of a package that was made with this library."""
+    """Return the differences of a package that was created with this library."""
     manifest = package.manifest.model_copy(
         update={"op_libraries": {"ns_told": entry}, "ops": {"torch.ops.ns_told.halved.default": ""}}
     )

@@ -1,4 +1,4 @@
-"""Wheels: the same bytes each time, what pip takes, and nothing that leaves its folder."""
+"""Wheels are reproducible, accepted by pip, and confined to their folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "tried-1.0-py3-none-any.whl"
 
 
 def loose(folder: Path) -> Provider:
-    """A package of two modules that is not installed."""
+    """Write a package of two modules that is not installed."""
     (folder / "tried").mkdir(parents=True)
     (folder / "tried" / "__init__.py").write_text("answer = 42\n")
     (folder / "tried" / "more.py").write_text("from tried import answer\n")
@@ -50,7 +50,7 @@ def installed() -> Provider:
 
 
 def wheel(**files: str) -> io.BytesIO:
-    """A wheel by hand: path, with __ for each slash, -> text."""
+    """Return a wheel made by hand from path -> text, with __ for each slash of a path."""
     return zipped(
         {
             "tried-1.0.dist-info/METADATA": "Name: tried\n",
@@ -62,7 +62,7 @@ def wheel(**files: str) -> io.BytesIO:
 def zipped(contents: dict[str, str]) -> io.BytesIO:
     file = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        warnings.simplefilter("ignore")  # of names that come twice
+        warnings.simplefilter("ignore")  # about duplicate names
         for path, text in contents.items():
             archive.writestr(zipfile.ZipInfo(path), text)
     return file
@@ -202,7 +202,7 @@ def test_a_wheel_with_a_path_that_leaves_its_folder_is_refused(path: str, tmp_pa
 
 
 def entry(change: Callable[[zipfile.ZipInfo], None]) -> io.BytesIO:
-    """A wheel of one more file, whose entry was changed."""
+    """Return a wheel with one more file, whose entry was changed."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("tried-1.0.dist-info/METADATA", "")
@@ -231,7 +231,7 @@ def test_a_wheel_that_says_it_is_too_large_is_refused_before_it_is_unpacked(tmp_
         {"tried-1.0.dist-info/METADATA": "", **{f"tried/{number}": "x" for number in range(count)}}
     ).getvalue()
     for number in range(count):
-        # where its entry in the central directory has its size
+        # the place of its size in its entry of the central directory
         at = data.rindex(f"tried/{number}".encode()) - 46 + 24
         data = data[:at] + sizes + data[at + 4 :]
     with pytest.raises(UnsafePackageError, match="too large"):

@@ -1,4 +1,4 @@
-"""A signed package."""
+"""A fixture with a signed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signing and verification of packages in one call, by the files of keys."""
+"""Sign and verify packages in one call, with files of keys."""
 
 from __future__ import annotations
 

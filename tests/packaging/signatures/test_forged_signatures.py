@@ -1,4 +1,4 @@
-"""Signatures that were changed, moved to another package or are malformed."""
+"""Signatures that were changed, were moved to another package, or are malformed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def edit_payload(package: Path, change: Change) -> None:
 def test_a_signature_under_a_false_name_of_its_key_is_a_problem(
     signed: Path, signers: Signers
 ) -> None:
-    """What names the key is not signed: anybody can write bob's fingerprint there."""
+    """The name of the key is not signed: anybody can write bob's fingerprint there."""
     edit_bundle(
         signed,
         lambda bundle: bundle["verificationMaterial"]["publicKey"].update(

@@ -1,4 +1,4 @@
-"""Policies: what they demand, where they are found, and that none weakens another."""
+"""Policies: what they require, where they are found, and that none weakens another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a policy file of lines of TOML."""
+    """A function that writes a policy file from lines of TOML."""
 
     def write_lines(*lines: str, name: str = "policy.toml") -> Path:
         path = tmp_path / name
@@ -45,7 +45,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the machine's policy is looked for."""
+    """Path at which the machine's policy is expected."""
     monkeypatch.setattr(policies, "SYSTEM_POLICY", tmp_path / "system.toml")
     monkeypatch.delenv(POLICY, raising=False)
     return tmp_path / "system.toml"
@@ -250,7 +250,7 @@ def test_a_policy_that_wants_operator_libraries_signed_says_that_signed_ones_may
     )
     silent = read_policy(write(*signed_by(signers), name="other.toml"))
     assert which_trusts_extensions([silent, signed], "b" * 64) == signed
-    # it was not asked who signed that one
+    # a policy whose `allow` lists the digest has not checked signatures
     assert which_trusts_extensions([silent, signed], "a" * 64) is None
     assert which_trusts_extensions([silent], "b" * 64) is None
 

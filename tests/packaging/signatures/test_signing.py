@@ -1,4 +1,4 @@
-"""Signatures by keys and certificates, and their verification."""
+"""Signatures with keys and certificates, and their verification."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_package_made_of_a_signed_one_is_not_signed(signed: Path, tmp_path: Pa
 
 
 def model_signing(*arguments: str | Path) -> Result:
-    """The library's own command, which knows nothing of packages, in this process."""
+    """Run the library's own command, which does not know packages, in this process."""
     from model_signing._cli import main
 
     return CliRunner().invoke(main, [str(word) for word in arguments])
@@ -283,8 +283,9 @@ def test_without_the_libraries_signing_says_how_to_install_them(
 
 
 def read_without_libraries(package: Path) -> None:
-    """Import what reads signatures anew, where what checks them is not installed, and say of what
-    kind the package's first one is.
+    """Import the reader of signatures again without the libraries that verify them.
+
+    Print the kind of the package's first signature.
     """
     for name in [name for name in sys.modules if name.startswith("trainload.packaging.signatures")]:
         del sys.modules[name]
@@ -292,12 +293,12 @@ def read_without_libraries(package: Path) -> None:
         name for name in sys.modules if name.partition(".")[0] in ("model_signing", "cryptography")
     ]:
         del sys.modules[name]
-    sys.modules.update({"model_signing": None, "cryptography": None})  # type: ignore[dict-item]  # as `import` itself notes what is not there
+    sys.modules.update({"model_signing": None, "cryptography": None})  # type: ignore[dict-item]  # as `import` itself records missing modules
     verify = importlib.import_module("trainload.packaging.signatures.verify")
     print(verify.verify_package(package).signatures[0].kind)
 
 
 def test_without_the_libraries_a_signature_is_still_read(signed: Path, tmp_path: Path) -> None:
-    """A reader that cannot check a signature says what is there."""
+    """A reader that cannot verify a signature still shows it."""
     status, told = ran(read_without_libraries, signed, cwd=tmp_path)
     assert (status, told.strip()) == (0, "key"), told

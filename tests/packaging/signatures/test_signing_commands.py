@@ -54,13 +54,13 @@ def test_the_password_is_in_the_environment(
 
 
 def on_terminal(terminal: str, words: Sequence[str]) -> None:
-    """Run a command line in a session of its own, whose standard input and error are a terminal."""
+    """Run a command line in its own session, with a terminal as standard input and error."""
     os.setsid()
     opened = os.open(terminal, os.O_RDWR | os.O_NOCTTY)
     for stream in (0, 2):
         os.dup2(opened, stream)
     os.close(opened)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing gives its processes none
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing replaces it with os.devnull
     sys.argv = ["trainload", *words]
     cli.main()
 
@@ -80,7 +80,7 @@ def test_the_password_is_asked_for_on_a_terminal(
     )
     try:
         said = os.read(mine, 1024)
-        os.close(theirs)  # so that reading ends where the child, which has it by now, does
+        os.close(theirs)  # so that reading ends when the child, which has its own copy, closes it
         while b"password of" not in said:
             said += os.read(mine, 1024)
         os.write(mine, PASSWORD + b"\n")

@@ -1,4 +1,4 @@
-"""Packages in a registry: a real one on loopback."""
+"""Packages in a real registry on loopback."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def name(registry: str, request: pytest.FixtureRequest) -> str:
-    """A repository of the test's own, HOST/NAME."""
+    """A repository of the test's own, as HOST/NAME."""
     return f"{registry}/models/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}"
 
 
 @pytest.fixture(scope="module")
 def published(packaged: Package, registry: str) -> str:
-    """A repository with the package, HOST/NAME, at the tag v1.
+    """A repository with the package at the tag v1, as HOST/NAME.
 
-    No test changes what this tag names.
+    No test changes this tag.
     """
     push_oci(packaged.path, f"oci://{registry}/models/published:v1", message="the first")
     return f"{registry}/models/published"

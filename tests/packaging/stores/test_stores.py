@@ -1,4 +1,4 @@
-"""Publishing packages and getting them back, in every kind of place."""
+"""Packages are pushed to every kind of place, and pulled from there."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_pulled_is_what_was_pushed(packaged: Package, place: Place, tmp_
 
 
 def test_every_byte_is_counted(packaged: Package, local_place: Place, tmp_path: Path) -> None:
-    # files of equal bytes count once
+    # files of equal content count once
     total = sum(map(len, set(travelling(packaged.path).values())))
     seen: list[tuple[int, int]] = []
     report = put(
@@ -218,7 +218,7 @@ def test_a_package_that_is_signed_later_is_another_release(copied: Path, folder:
 
 
 class Break(Exception):
-    """What breaks a push off."""
+    """An exception that aborts a push."""
 
 
 def broken_off(after: int) -> Any:
@@ -242,7 +242,7 @@ def test_a_push_that_is_broken_off_shows_nothing_and_goes_on_where_it_stopped(
         put(packaged.path, place, on_progress=broken_off(after))
     assert place.store().lines() == ()
     report = put(packaged.path, place)
-    # what was under way may have arrived
+    # the upload in progress may have been completed
     assert report.files - report.sent_files in (after - 1, after)
     assert report.sent_bytes + report.present_bytes == report.bytes
 
@@ -385,7 +385,7 @@ def test_a_store_can_be_moved(packaged: Package, folder: Place, tmp_path: Path) 
 def test_a_large_file_is_moved_in_blocks(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = 18 * 2**20 if place.kind == "s3" else 2**20  # of three parts
+    size = 18 * 2**20 if place.kind == "s3" else 2**20  # three parts
     (tmp_path / "large").write_bytes(bytes(range(256)) * (size // 256))
     monkeypatch.setattr(store_folder, "BLOCK", size // 16)
     monkeypatch.setattr(store_remote, "BLOCK", size // 16)

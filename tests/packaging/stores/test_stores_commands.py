@@ -1,4 +1,4 @@
-"""The commands of stores."""
+"""Commands of stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainload.packaging.package import Package
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
-    """The JSON that a command prints."""
+    """Run a command with --json, and return its output."""
     status = cli.run([*map(str, arguments), "--json"])
     captured = capsys.readouterr()
     assert status == 0, captured.out + captured.err
@@ -152,6 +152,6 @@ def test_an_s3_that_cannot_be_reached_is_one_line(
     }.items():
         monkeypatch.setenv(name, value)
     s3fs = pytest.importorskip("s3fs")
-    s3fs.S3FileSystem.clear_instance_cache()  # another test's may be there still, with its address
+    s3fs.S3FileSystem.clear_instance_cache()  # cached instances have other addresses
     assert cli.run(["releases", place.url]) == 2
     assert "cannot be reached" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What gc removes, and what it leaves."""
+"""Files that gc removes, and files that it keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Break(Exception):
 
 
 def break_off(package: Package, place: Place) -> None:
-    """A push that sends something and publishes nothing."""
+    """Abort a push that has sent something and published nothing."""
     calls = 0
 
     def on_progress(_done: int, _total: int) -> None:
@@ -101,7 +101,7 @@ def test_keep_removes_the_files_of_old_releases_and_no_record(
     put(second, place)
     report = clean(place, keep=1, grace=0)
     assert report.removed_releases == ("main 1",)
-    # manifest, chunks and one file of weights: the rest is the second release's too
+    # manifest, chunks and one file of weights: the second release also has the rest
     assert report.removed_blobs == 3
     states = place.store().releases("main")
     assert [state.status for state in states] == ["removed", "current"]
@@ -213,7 +213,7 @@ def test_a_push_waits_while_gc_is_at_work_and_then_sends_what_it_removed(
     while not waited:
         time.sleep(0.01)
     blob = blob_path(packaged.manifest.files["graphs/train.json"].sha256)
-    folder.store().files.delete(blob)  # as gc might
+    folder.store().files.delete(blob)  # as a concurrent gc might
     assert not reports
     guard.close()
     thread.join(timeout=60)
@@ -237,7 +237,7 @@ def test_a_push_that_gc_took_for_dead_does_not_publish(packaged: Package, folder
 
     def taken_for_dead(done: int, total: int) -> None:
         seen.append(done)
-        if seen[-2:] == [total, total]:  # all has been sent
+        if seen[-2:] == [total, total]:  # everything has been sent
             gc(folder.url, grace=0)
 
     with pytest.raises(StorageError, match="considered it dead"):

@@ -1,6 +1,4 @@
-"""Stores that are damaged, or were made to do harm: nothing of them becomes visible as a
-package.
-"""
+"""Damaged or malicious stores: nothing in them becomes visible as a package."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def published(packaged: Package, folder: Place) -> Path:
 
 
 def edit(store: Path, change: Callable[[dict[str, Any]], None], record: str = RECORD) -> None:
-    """Change a record and make its checksum right again."""
+    """Change a record, and recompute its checksum."""
     fields = json.loads((store / record).read_bytes())
     change(fields)
     fields.pop("checksum")
@@ -76,7 +74,7 @@ def test_a_blob_of_another_size_is_noticed(
     blob = published / blob_path(packaged.manifest.files["graphs/train.json"].sha256)
     data = blob.read_bytes()
     blob.write_bytes(data[:-1] if size < 0 else data + b"x" if size else b"")
-    if size == 1:  # what is beyond its size is never read
+    if size == 1:  # bytes beyond the recorded size are never read
         assert pull(published, tmp_path / "pulled.tl").digest == packaged.digest
     else:
         refused(published, IntegrityError, "graphs/train.json: a fetched file", tmp_path)

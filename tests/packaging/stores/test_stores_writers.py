@@ -1,4 +1,4 @@
-"""Several processes that write to one store, and processes that are killed."""
+"""Concurrent writers of one store, and processes that are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def writer(
 def told(
     *words: str | Path, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the report of `pushing.py` on each push, from a forked process."""
+    """Run `pushing.py` in a forked process. Return its report on each push."""
     status, said = ran(told_by, [str(word) for word in words], cwd=cwd, variables=environment or {})
     assert status == 0, said
     return [json.loads(line) for line in said.splitlines()]
@@ -81,7 +81,7 @@ def test_processes_that_write_at_once_lose_nothing(
     many: list[Package], shared: Place, tmp_path: Path
 ) -> None:
     if shared.kind == "s3":
-        many = many[: 2 * WRITERS]  # a server of one thread takes its time
+        many = many[: 2 * WRITERS]  # the server has one thread and is slow
     paths = [package.path for package in many]
     reports = told(
         "together",
@@ -159,7 +159,7 @@ def test_a_push_to_s3_that_is_killed_shows_nothing_and_goes_on_where_it_stopped(
 
 
 def pull_half(store: str, target: Path) -> None:
-    """Pull, in a process that is killed when half of it is there."""
+    """Pull, and kill the process when half of the data is there."""
 
     def die(done: int, total: int) -> None:
         if done > total / 2:

@@ -1,4 +1,4 @@
-"""Files that are read in parts, each of which is checked."""
+"""Files that are read in parts, each of which is verified."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def damage(number: int) -> IntegrityError:
 
 
 def chunked(path: Path, data: bytes = DATA, last: LastChunk | None = None) -> ChunkedFile:
-    """A file that holds `data`, with the digests of DATA."""
+    """Return a file that contains `data`, with the digests of DATA."""
     path.write_bytes(data)
     digests = list(chunk_digests(io.BytesIO(DATA)))
     return ChunkedFile(

@@ -154,7 +154,7 @@ def test_torchs_own_checkpoint_reader_reads_the_weights(job: Job, packaged: Pack
     ]
     loaded = {name: torch.empty_like(job.program.state[name]) for name in names}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it says that no process group is there
+        warnings.simplefilter("ignore", UserWarning)  # it warns that there is no process group
         load(
             loaded,
             storage_reader=HuggingFaceStorageReader(str(packaged.path / "weights")),
