@@ -22,7 +22,7 @@ from trainload.core.errors import CaptureError
 from trainload.launching.data.sampler import rows as rows_at
 from trainload.packaging.package import Package
 
-EXAMPLES = [(rows, seed) for rows, seed in enumerate((4, 2, 7, 1, 13, 8), 1)]
+EXAMPLES = list(enumerate((4, 2, 7, 1, 13, 8), 1))
 """(seed, rows) of the batches that are compared."""
 
 
