@@ -29,12 +29,12 @@ VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 HEAD = """# Compatibility between torch versions
 
 Six jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond;
-alternating graphs; variants; operators of another library; a layer that is repeated; shapes without
-weights) are frozen with each torch version, and opened and trained for two steps with each. A cell shows how many of the
-packages load, train, and reproduce the losses of the version that froze them ({fp32:g} relative,
-{bf16:g} for the one with a bfloat16 region), and the largest relative difference of a float32 loss
-(exact: none). `make compat` writes this page; the packages of older formats in `tests/golden/` are
-also opened with each torch version.
+alternating graphs; variants; operators of another library; plain layers; shapes without weights)
+are frozen with each torch version, and opened and trained for two steps with each. A cell shows how
+many of the packages load, train, and reproduce the losses of the version that froze them ({fp32:g}
+relative, {bf16:g} for the one with a bfloat16 region), and the largest relative difference of a
+float32 loss (exact: none). `make compat` writes this page; the packages of older formats in
+`tests/golden/` are also opened with each torch version.
 
 """
 
