@@ -20,7 +20,8 @@ from torch.fx.node import map_aggregate
 from trainload.autograd_trace.derivation.inductor import compile_graph, load_compiled
 from trainload.capture.operators import is_collective, is_overload
 from trainload.capture.parity.distance import relative_distance
-from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
+from trainload.launching.node.graph_comparison import EXPLAINED
+from trainload.launching.worker.rounding import explained_distances, rounded_runs
 from trainload.sharding.analysis.graph_nodes import holds_tensors
 
 _MAX_SHOWN = 3

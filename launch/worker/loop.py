@@ -38,6 +38,7 @@ from trainload.launching.node.build_key import device_of
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
+from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.node.process_groups import gathered, group_of_stage
 from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
 from trainload.launching.run.activity import Activity, Phase
@@ -52,7 +53,7 @@ from trainload.launching.worker.not_finite import first_not_finite
 from trainload.launching.worker.preparation import built_for, open_data, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
-from trainload.launching.worker.verify_build import Comparison, Verifier
+from trainload.launching.worker.verify_build import Verifier
 from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 

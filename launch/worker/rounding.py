@@ -21,9 +21,8 @@ from torch.fx.node import map_aggregate
 
 from trainload.capture.operators import is_collective
 from trainload.capture.parity.distance import relative_distance
+from trainload.launching.node.graph_comparison import EXPLAINED
 
-EXPLAINED = 1e-5
-"""Relative distance that float32 rounding explains in any graph; smaller distances need no runs."""
 _RUNS = 2
 """Number of runs, of which the greatest distance counts."""
 _FACTOR = 10.0

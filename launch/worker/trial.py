@@ -18,12 +18,13 @@ from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import run_dispatcher
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.determinism import deterministic
+from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.worker.engine import Engine
 from trainload.launching.worker.preparation import built_for, open_data, set_threads
 from trainload.launching.worker.step_batches import draw_of, next_calls
-from trainload.launching.worker.verify_build import Comparison, Verifier
+from trainload.launching.worker.verify_build import Verifier
 from trainload.sharding.planner.check_plan import check_plan
 
 _TRIAL_STEPS = 3

@@ -12,12 +12,11 @@ continues with the same graphs.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,16 +26,19 @@ from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.capture.parity.distance import relative_distance
-from trainload.core.atomic import replace_file
-from trainload.core.canonical_json import canonical_json, parse_canonical
-from trainload.core.errors import CompileError, PackageError, raised
-from trainload.core.logs import log_handled
+from trainload.core.errors import CompileError, raised
 from trainload.launching.node.build import uncompiled_graphs
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
+from trainload.launching.node.graph_comparison import (
+    EXPLAINED,
+    Comparison,
+    read_comparison,
+    write_comparison,
+)
 from trainload.launching.node.process_groups import gathered
 from trainload.launching.worker.departures import departing, named, recorded
 from trainload.launching.worker.out_of_memory import is_out_of_memory
-from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
+from trainload.launching.worker.rounding import explained_distances, rounded_runs
 from trainload.launching.worker.row_limit import fitting_rows
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective
@@ -46,53 +48,8 @@ from trainload.sharding.rewriting.rank_graphs import update_name
 from trainload.sharding.rewriting.rank_update import UPDATE_SCALARS, bucket_updates
 from trainload.sharding.rewriting.rewrite import BETWEEN
 
-_log = logging.getLogger(__name__)
-
-_FOLDER = "verified"
 Labelled = list[tuple[str, Tensor]]
 """Values of a call, each with its name in messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Outcome of comparing a compiled graph with the interpreted one.
-
-    Attributes:
-        graph: its name within the build, such as "train.only".
-        interpreted: True if it runs interpreted from now on.
-        output: value that differs, such as "gradient of layer.weight"; "" if none does, or the
-            graph cannot be compiled or called.
-        distance: L2 distance relative to the norm of the interpreted value; None if it is not
-            finite.
-        explained: greatest distance that rounding explains.
-        operator: operator at which the compiled graph diverges; "" if unknown.
-        place: the user's line of that operator, such as `model.py:12: low = image.amin(1)`; "" if
-            unknown.
-        error: error of the compiler or of the compiled graph; "" if there is none.
-    """
-
-    graph: str
-    interpreted: bool = False
-    output: str = ""
-    distance: float | None = None
-    explained: float = EXPLAINED
-    operator: str = ""
-    place: str = ""
-    error: str = ""
-
-    def __str__(self) -> str:
-        at = (f" at {self.operator}" if self.operator else "") + (
-            f" ({self.place})" if self.place else ""
-        )
-        if self.error:
-            return f"graph {self.graph} fails when compiled{at}: {self.error}"
-        if not self.interpreted:
-            return f"graph {self.graph} matches the interpreted one"
-        far = "by NaN or infinity" if self.distance is None else f"by {self.distance:.2g}"
-        return (
-            f"compiled graph {self.graph} differs from the interpreted one in the {self.output}"
-            f" {far}, where rounding explains {self.explained:.2g}{at}"
-        )
 
 
 class Verifier:
@@ -136,7 +93,7 @@ class Verifier:
     ) -> None:
         self._package, self._plan, self._rank, self.device = package, plan, rank, device
         self._folder, self._control, self._required, self._tell = (
-            folder / _FOLDER,
+            folder,
             control,
             required,
             tell,
@@ -232,14 +189,7 @@ class Verifier:
         """
         self.decided[comparison.graph] = comparison.interpreted
         self._drop_plain_graphs()
-        # a read-only cache, such as one in a container image: the next run compares again
-        with suppress(OSError):
-            self._folder.mkdir(exist_ok=True)
-            replace_file(
-                self._folder / f"{comparison.graph}.json",
-                canonical_json(asdict(comparison)),
-                durable=False,
-            )
+        write_comparison(self._folder, comparison)
         if comparison.interpreted:
             self._tell(comparison)
             if self._required:
@@ -332,7 +282,7 @@ class Verifier:
         mine = {
             name: comparison
             for name in sorted(names)
-            if (comparison := self._read(name)) is not None
+            if (comparison := read_comparison(self._folder, name)) is not None
         }
         every = gathered(mine, self._control)
         return {
@@ -340,16 +290,6 @@ class Verifier:
             for name, comparison in mine.items()
             if all(each.get(name) == comparison for each in every)
         }
-
-    def _read(self, name: str) -> Comparison | None:
-        path = self._folder / f"{name}.json"
-        try:
-            return Comparison(**parse_canonical(path.read_bytes(), str(path)))
-        except FileNotFoundError:
-            return None
-        except (PackageError, TypeError) as error:
-            log_handled(_log, f"{path} is damaged; the graph is verified again", error)
-            return None
 
     def _split_by_parameter(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
         """Split a flat tensor of a bucket, or of this rank's share of it, by parameter."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trainload.launching.worker.rounding import EXPLAINED, explained_distances, rounded_runs
+from trainload.launching.node.graph_comparison import EXPLAINED
+from trainload.launching.worker.rounding import explained_distances, rounded_runs
 
 
 def noise(seed: int, size: float) -> Tensor:

@@ -358,5 +358,5 @@ def test_a_cache_that_cannot_be_written_stops_no_run(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("trainload.launching.worker.verify_build.replace_file", full)
+    monkeypatch.setattr("trainload.launching.node.graph_comparison.replace_file", full)
     assert len(launched(small, small_data, tmp_path / "run")) == STEPS
