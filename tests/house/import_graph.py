@@ -1,7 +1,8 @@
 """Import graph of the project: `python -m tests.house.import_graph` prints what violates its rules.
 
-Modules do not import each other in cycles, a folder imports only folders before it in `LAYERS`, and
-a folder has at most `MODULES` modules. The exit status is 0 if nothing violates these rules.
+Modules do not import each other in cycles, a folder imports only folders before it in `LAYERS`, a
+folder has at most `MODULES` modules, and a module at most `LINES` lines. The exit status is 0 if
+nothing violates these rules.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tests.house.source import IMPORTED_AS, ROOT, face_files, imports, stage_fil
 
 MODULES = 20
 """Maximum number of modules in a folder."""
+LINES = 600
+"""Maximum length of a module."""
 LAYERS = [
     "core",
     "core.storage",
@@ -142,6 +145,15 @@ def large_folders() -> dict[str, int]:
     return {folder: count for folder, count in sorted(counts.items()) if count > MODULES}
 
 
+def long_modules() -> dict[str, int]:
+    """Return the modules with more than `LINES` lines, of the product and of the tests."""
+    files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files
+    }
+    return {name: length for name, length in sorted(lengths.items()) if length > LINES}
+
+
 def main() -> int:
     graph = import_graph()
     found = [f"cycle: {', '.join(group)}" for group in cycles(graph)]
@@ -149,6 +161,10 @@ def main() -> int:
     found += [
         f"too many modules: {folder} has {count}, at most {MODULES}"
         for folder, count in large_folders().items()
+    ]
+    found += [
+        f"too long: {name} has {length} lines, at most {LINES}"
+        for name, length in long_modules().items()
     ]
     sys.stdout.write("".join(f"{line}\n" for line in found))
     return 1 if found else 0

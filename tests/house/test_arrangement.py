@@ -12,7 +12,14 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from tests.house.import_graph import cycles, import_graph, large_folders, upward_arrows
+from tests.house import import_graph as rules
+from tests.house.import_graph import (
+    cycles,
+    import_graph,
+    large_folders,
+    long_modules,
+    upward_arrows,
+)
 from tests.house.source import (
     IMPORTED_AS,
     PRIVATE_TORCH,
@@ -202,6 +209,15 @@ def test_only_the_command_line_imports(name: str) -> None:
     assert {str(path) for path in users if path.parts[-2] != "commands"} == {
         "src/trainload/cli/main.py"
     }
+
+
+def test_no_module_is_too_long() -> None:
+    assert long_modules() == {}
+
+
+def test_a_long_module_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "LINES", 100)
+    assert "launch/worker/loop.py" in long_modules()
 
 
 def test_private_names_of_torch_stay_in_their_modules() -> None:
