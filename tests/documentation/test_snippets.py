@@ -84,6 +84,7 @@ left = inputs = targets = torch.zeros(4, 8)
 """
     ),
     "docs/transformers.md": "",
+    "docs/watching.md": "",
 }
 ON_RAY = ("README.md", "docs/adapters.md", "docs/data.md")
 STEPS = "steps=1000", "steps=3"

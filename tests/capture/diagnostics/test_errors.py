@@ -266,7 +266,7 @@ def test_at_most_five_are_shown_and_the_others_counted() -> None:
 
 
 @pytest.mark.matrix("_collect_findings")
-@pytest.mark.parametrize("part", ["_collect_findings", "watch", "rewrite.branch"])
+@pytest.mark.parametrize("part", ["_collect_findings", "watch", "control_flow_rewrite.branch"])
 def test_a_part_of_the_search_that_fails_does_not_hide_the_first_cause(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

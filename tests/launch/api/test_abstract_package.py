@@ -204,7 +204,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     reduced = job_of(
         small().model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    with pytest.raises(CaptureError, match="another optimizer"):
+    with pytest.raises(CaptureError, match="optimizer differs from that of the reduced job"):
         trainload.freeze(large(depth=DEPTH), tmp_path / "big.tl", abstract=True, reduced=reduced)
 
 

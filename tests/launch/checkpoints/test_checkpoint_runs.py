@@ -181,7 +181,7 @@ def test_a_relative_folder_is_meant_from_here(
         ),
         (
             ["--set", "checkpoints=/proc/kept"],
-            "/proc/kept: the folder of the checkpoints cannot be written (expected to make",
+            "/proc/kept: the folder of the checkpoints cannot be written (expected to create",
         ),
         (
             ["--output", "/proc/out.tl"],
