@@ -191,12 +191,12 @@ def _trace_functional(
     outputs: list[Any] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
-        given = dict(zip(state, flat, strict=False))
+        state_values = dict(zip(state, flat, strict=False))
         *entries, tangent = flat[len(state) :]
-        results = list(torch.func.functional_call(module, given, tuple(entries)))
+        results = list(torch.func.functional_call(module, state_values, tuple(entries)))
         outputs[:] = [PlainAOTOutput(idx=index) for index in range(len(results))]
         if module.training_graph and results[-1].requires_grad:
-            wanted = [given[name] for name in trained]
+            wanted = [state_values[name] for name in trained]
             gradients = torch.autograd.grad(results[-1], wanted, tangent, allow_unused=True)
             for name, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
@@ -272,11 +272,11 @@ def _multiply_sizes(graph: Graph) -> None:
 
 
 def _product(graph: Graph, size: Node, factor: Node | int) -> Node:
-    made = graph.call_function(operator.mul, (size, factor))
-    made.meta["val"] = size.meta["val"] * (
+    product = graph.call_function(operator.mul, (size, factor))
+    product.meta["val"] = size.meta["val"] * (
         factor.meta["val"] if isinstance(factor, Node) else factor
     )
-    return made
+    return product
 
 
 def _flatten(joint: GraphModule, module: StepModule, name: str) -> StepGraph:
@@ -391,7 +391,7 @@ def _forget_check(node: Node, graph: str) -> None:
 def _outputs(
     node: Node, module: StepModule, ports: Sequence[Port]
 ) -> tuple[tuple[Port, ...], list[Node]]:
-    found: list[Port] = []
+    outputs: list[Port] = []
     results: list[Node] = []
     values: Any = node.args[0]
     for value, description in zip(values, node.meta["desc"], strict=True):
@@ -418,9 +418,9 @@ def _outputs(
                 )
             case _:
                 raise AssertionError(f"unforeseen output of a joint graph: {description}")
-        found.append(port)
+        outputs.append(port)
         results.append(value)
-    return tuple(found), results
+    return tuple(outputs), results
 
 
 def fake_mode() -> FakeTensorMode:

@@ -81,8 +81,8 @@ def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
 
 def group_named(name: str) -> ProcessGroup:
     """Return this rank's process group that is bound to a logical name."""
-    found: ProcessGroup = _C10D._resolve_process_group(name)
-    return found
+    group: ProcessGroup = _C10D._resolve_process_group(name)
+    return group
 
 
 @contextlib.contextmanager
@@ -91,17 +91,17 @@ def stand_ins(groups: Mapping[str, int]) -> Iterator[None]:
 
     Inductor asks for a group's size while it compiles, before groups exist, and calls nothing else.
     """
-    made: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
+    stand_in_groups: dict[str, ProcessGroup] = {}  # the registry itself holds weak references
     for name, size in groups.items():
         try:
             torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
         except RuntimeError:
-            made[name] = _C10D.ProcessGroup(0, size)
-            torch._C._distributed_c10d._register_process_group(name, made[name])  # type: ignore[arg-type]  # as above
+            stand_in_groups[name] = _C10D.ProcessGroup(0, size)
+            torch._C._distributed_c10d._register_process_group(name, stand_in_groups[name])  # type: ignore[arg-type]  # as above
     try:
         yield
     finally:
-        for name in made:
+        for name in stand_in_groups:
             torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]  # as above
 
 
@@ -118,5 +118,5 @@ def _serial_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) 
     ]
     options._threads = 1
     options._timeout = timeout
-    made: dist.Backend = gloo(store, rank, size, options)
-    return made
+    backend: dist.Backend = gloo(store, rank, size, options)
+    return backend

@@ -230,15 +230,15 @@ def number(spot: Spot | None) -> str:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if (
             spot is not None and not isinstance(value, ast.Compare)
         ):
-            kept = f"{name} = {_condition(value)}  # a 0-dim tensor"
+            code = f"{name} = {_condition(value)}  # a 0-dim tensor"
             match spot.node:
                 case ast.Call(func=ast.Name(id="int")):
-                    kept += (
+                    code += (
                         "\n"
                         f"counted = torch.arange(most, device={name}.device) < {name}  # instead"
                         f" of a size: a mask over `most` entries"
                     )
-            return kept
+            return code
     return (
         "chosen = values[tensor_index]                       # an index may stay a tensor\n"
         "mask = torch.arange(most, device=n.device) < n      # instead of a size n: a mask over"

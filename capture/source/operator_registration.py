@@ -7,13 +7,13 @@ import re
 
 def operator_name(text: str) -> str:
     """Return the name "library::operator" in torch's message; a placeholder if it names none."""
-    found = re.search(
+    unquoted = re.search(
         r"\b([a-z_]\w*)(?:::|\.)(\w+?)(?:\.(?:default|Tensor|Scalar|out|\w+_\w+))?(?:[:>\s)]|$)",
         text,
         re.IGNORECASE,
     )
     quoted = re.search(r"(\w+)::(\w+)", text)
-    chosen = quoted or found
+    chosen = quoted or unquoted
     return f"{chosen[1]}::{chosen[2]}" if chosen else "my_library::my_operator"
 
 

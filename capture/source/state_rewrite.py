@@ -154,15 +154,15 @@ def input_write(spot: Spot | None) -> str:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as call if (
             spot is not None and method.endswith("_")
         ):
-            kept = ast.unparse(
+            out_of_place = ast.unparse(
                 ast.Call(
                     ast.Attribute(ast.Name(name), method.rstrip("_")), call.args, call.keywords
                 )
             )
             return (
-                f"{name} = {kept}"
+                f"{name} = {out_of_place}"
                 if isinstance(spot.statement, ast.Expr)
-                else replaced(spot.statement, call, kept)
+                else replaced(spot.statement, call, out_of_place)
             )
         case ast.Subscript(value=ast.Name(id=name)) if spot is not None:
             return f"{name} = {name}.clone()\n{ast.unparse(spot.statement)}"

@@ -124,10 +124,10 @@ def place_variables(graph: Graph) -> None:
     for mark in [n for n in graph.nodes if n.target is marks.REQUIRE_GRAD]:
         (value,) = mark.args
         with graph.inserting_after(mark):
-            made = graph.call_function(higher_order.REQUIRE_GRAD, (value,))
-        made.meta["val"] = (value.meta["val"],)
-        with graph.inserting_after(made):
-            variable = graph.call_function(operator.getitem, (made, 0))
+            call = graph.call_function(higher_order.REQUIRE_GRAD, (value,))
+        call.meta["val"] = (value.meta["val"],)
+        with graph.inserting_after(call):
+            variable = graph.call_function(operator.getitem, (call, 0))
         variable.meta = dict(value.meta)
         order = {node: i for i, node in enumerate(graph.nodes)}
         value.replace_all_uses_with(
@@ -139,13 +139,13 @@ def place_variables(graph: Graph) -> None:
 def _between(graph: Graph, number: int) -> list[Node]:
     """Return the nodes from a region's begin to its end, both included."""
     inside = False
-    found = []
+    nodes = []
     for node in graph.nodes:
         inside = inside or (node.target is marks.BEGIN and node.args[2] == number)
         if inside:
-            found.append(node)
+            nodes.append(node)
         if node.target is marks.END and node.args[0] == number:
-            return found
+            return nodes
     raise AssertionError(f"region {number} is not closed")
 
 

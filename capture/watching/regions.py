@@ -128,7 +128,7 @@ class _Builder:
                 body, operands = self._body(
                     self.deferred.pop(number), [tangents[o] for o in outputs], gradients
                 )
-                made = self._call(
+                call = self._call(
                     graph,
                     owner,
                     higher_order.BACKWARD,
@@ -140,7 +140,7 @@ class _Builder:
                 outputs, inputs, _, used, computed, _ = args
                 bodies, operands = self._bodies_by_use(item)
                 options = (len(outputs), len(inputs), tuple(used), tuple(computed), *bodies)
-                made = self._call(
+                call = self._call(
                     graph,
                     owner,
                     higher_order.BACKWARD_BY_USE,
@@ -152,7 +152,7 @@ class _Builder:
                 variables, results, number = args
                 body, operands = self._body(self.deferred.pop(number), variables, results)
                 sources = [source_of(v) for v in variables]
-                made = self._call(
+                call = self._call(
                     graph,
                     owner,
                     higher_order.FUNC_GRAD,
@@ -167,7 +167,7 @@ class _Builder:
                 body, operands = self._body(region, rows, results)
                 in_dims = tuple(n.args[1] for n in rows) + (-1,) * len(operands)
                 arguments = (body, in_dims, tuple(dims), region.text)
-                made = self._call(
+                call = self._call(
                     graph,
                     owner,
                     higher_order.VMAP,
@@ -189,12 +189,12 @@ class _Builder:
                     dict.fromkeys(operand for part in parts for operand in operands_of(*part))
                 )
                 bodies = [self._body(*part, operands)[0] for part in parts]
-                made = self._call(graph, owner, _HOP.cond, (mapping[pred], *bodies), [], mapping)
-                made.args = (*made.args, tuple(mapping[operand] for operand in operands))
+                call = self._call(graph, owner, _HOP.cond, (mapping[pred], *bodies), [], mapping)
+                call.args = (*call.args, tuple(mapping[operand] for operand in operands))
             elif item.target is marks.AUTOGRAD_GRAD:
                 outputs, inputs, gradients, create_graph = args
                 options = (len(outputs), len(inputs), create_graph)
-                made = self._call(
+                call = self._call(
                     graph,
                     owner,
                     higher_order.AUTOGRAD_GRAD,
@@ -205,8 +205,8 @@ class _Builder:
             else:
                 mapping[item] = copied(item, graph, mapping.__getitem__, self.module, owner)
                 continue
-            made.meta = {**item.meta, "val": tuple(item.meta["val"])}
-            mapping[item] = made
+            call.meta = {**item.meta, "val": tuple(item.meta["val"])}
+            mapping[item] = call
 
     def _bodies_by_use(self, call: Node) -> tuple[list[GraphModule], list[Node]]:
         """Return the bodies of a CONNECT_USED and their common operands.
@@ -294,12 +294,12 @@ class _Builder:
         mapping: dict[Node, Node],
     ) -> Node:
         """Add a call of a region's operator; bodies become attributes of `owner`."""
-        given: list[Any] = []
+        leading: list[Any] = []
         for argument in arguments:
             if isinstance(argument, GraphModule):
                 name = f"region_{self.number}"
                 self.number += 1
                 setattr(owner, name, argument)
                 argument = graph.get_attr(name)
-            given.append(argument)
-        return graph.call_function(target, (*given, *(mapping[o] for o in operands)))
+            leading.append(argument)
+        return graph.call_function(target, (*leading, *(mapping[o] for o in operands)))

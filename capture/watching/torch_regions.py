@@ -73,8 +73,8 @@ def _inlined(
         elif node.target in _DISSOLVED:
             body, place = _body_of(source, node)
             entries = [n for n in body.graph.nodes if n.op == "placeholder"]
-            given = torch.fx.map_arg(node.args[place + 1 :], mapping.__getitem__)
-            mapping[node] = _inlined(body, dict(zip(entries, given, strict=True)), graph, owner)
+            operands = torch.fx.map_arg(node.args[place + 1 :], mapping.__getitem__)
+            mapping[node] = _inlined(body, dict(zip(entries, operands, strict=True)), graph, owner)
         elif node.target is operator.getitem and node.args[0].target in _DISSOLVED:
             mapping[node] = mapping[node.args[0]][node.args[1]]
         else:

@@ -105,8 +105,8 @@ class Built:
         It receives updates without inputs and outputs.
         """
 
-        def graph(given: BuiltGraph) -> BuiltGraph:
-            return replace(given, call=chosen(given))
+        def graph(built_graph: BuiltGraph) -> BuiltGraph:
+            return replace(built_graph, call=chosen(built_graph))
 
         updates = {self.update_names[name]: call for name, call in self.update.items()}
         replaced = {name: chosen(BuiltGraph(name, call, (), ())) for name, call in updates.items()}

@@ -218,7 +218,9 @@ class _Worker:
         if folder is None:
             return built
         self._build_name = "+".join(sorted(set(gathered(folder.name, self._control))))
-        kept: dict[str, Any] = {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
+        decisions: dict[str, Any] = (
+            {} if checkpoint is None else checkpoint.index.user.get(GRAPHS, {})
+        )
         # The stages of a pipeline call different graphs at different times, so only the ranks that
         # call a graph decide about it. Waiting for all ranks would deadlock: the next stage waits
         # for this one.
@@ -232,7 +234,7 @@ class _Worker:
             folder,
             alike,
             required=self._spec.require_compiled,
-            decided=kept.get(self._build_name),
+            decided=decisions.get(self._build_name),
             tell=self._tell_interpreted,
             comparing=partial(self._activity.within, Phase.COMPARING),
         )
@@ -395,8 +397,8 @@ class _Worker:
 
     def _report_skipped(self, step: int, result: StepResult) -> None:
         """Report the updates of a step that were skipped because the weight of their batch is 0."""
-        for graph, found in result.turns:
-            if not found.weight:
+        for graph, turn in result.turns:
+            if not turn.weight:
                 name = f", graph {graph}" if result.others else ""
                 self._contact.write(
                     "warning",
@@ -416,13 +418,13 @@ class _Worker:
         Raises:
             DivergedError: one of them is not finite.
         """
-        for graph, found in result.turns:
-            if not found.weight:
+        for graph, turn in result.turns:
+            if not turn.weight:
                 continue  # nothing was updated
-            if not math.isfinite(found.loss):
-                what, value = "loss", found.loss
-            elif not self._can_train(graph, found):
-                what, value = "gradient's norm", found.gradient_norm
+            if not math.isfinite(turn.loss):
+                what, value = "loss", turn.loss
+            elif not self._can_train(graph, turn):
+                what, value = "gradient's norm", turn.gradient_norm
             else:
                 continue
             of_data = next(
@@ -442,15 +444,15 @@ class _Worker:
                 hint=f"The last checkpoint was written before this step. {likely}",
             )
 
-    def _can_train(self, graph: str, found: GraphResult) -> bool:
+    def _can_train(self, graph: str, turn: GraphResult) -> bool:
         """Return True if the weights are finite after an update, judged by its gradient norm."""
         # if the norm is not finite, the update was skipped and the scale is lowered
-        if found.loss_scale is not None:
+        if turn.loss_scale is not None:
             return True
         # clipping by value makes infinities finite
         if self._package.recipe.graph(graph).clip_value is not None:
-            return not math.isnan(found.gradient_norm)
-        return math.isfinite(found.gradient_norm)
+            return not math.isnan(turn.gradient_norm)
+        return math.isfinite(turn.gradient_norm)
 
     def _tokens_per_row(self) -> int | None:
         if self._package.manifest.variants:  # their rows may differ in length
@@ -508,12 +510,12 @@ class _Worker:
         with self._explaining(
             self._eval_data, str(self._spec.eval_data), f"the evaluation after step {step}"
         ):
-            found = self._evaluation()
+            evaluation = self._evaluation()
         self._compared()
-        self._evaluated = (step, found.loss)
+        self._evaluated = (step, evaluation.loss)
         if self._place.rank == 0:
             self._contact.write(
-                "eval", step=step, **found.as_json(), seconds=time.perf_counter() - began
+                "eval", step=step, **evaluation.as_json(), seconds=time.perf_counter() - began
             )
 
 
@@ -521,13 +523,13 @@ def _metrics(result: StepResult) -> dict[str, float]:
     """Return the main graph's metrics, and losses, metrics and norms of the other graphs as
     "graph.loss", ...
     """
-    found = dict(result.metrics)
+    metrics = dict(result.metrics)
     for graph, other in result.others.items():
         if not other.weight:
             continue
-        found |= {f"{graph}.loss": other.loss, f"{graph}.gradient_norm": other.gradient_norm}
-        found |= {f"{graph}.{name}": value for name, value in other.metrics.items()}
-    return found
+        metrics |= {f"{graph}.loss": other.loss, f"{graph}.gradient_norm": other.gradient_norm}
+        metrics |= {f"{graph}.{name}": value for name, value in other.metrics.items()}
+    return metrics
 
 
 class _Clock:
@@ -556,11 +558,11 @@ class _Clock:
         before = self._means or (seconds, float(rows))
         self._means = (0.9 * before[0] + 0.1 * seconds, 0.9 * before[1] + 0.1 * rows)
         rate = self._means[1] / self._means[0]
-        found = {
+        rates = {
             "seconds": seconds,
             "rows_per_second": rate,
             "seconds_left": self._means[0] * steps_left,
         }
         if self._tokens is not None:
-            found["tokens_per_second"] = rate * self._tokens
-        return found
+            rates["tokens_per_second"] = rate * self._tokens
+        return rates

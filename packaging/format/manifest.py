@@ -114,9 +114,9 @@ class Manifest(Record):
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(str(part)[:80] for part in first["loc"] if part != "[key]")
-            told = first["msg"].removeprefix("Value error, ")
+            reason = first["msg"].removeprefix("Value error, ")
             raise PackageError(
-                f"the manifest's field {place} is wrong: {told}", where=where
+                f"the manifest's field {place} is wrong: {reason}", where=where
             ) from error
         manifest.check(where)
         return manifest
@@ -156,8 +156,8 @@ class Manifest(Record):
 
     def training_graphs(self) -> list[str]:
         """Return the names of the training graphs, those of the main graph first."""
-        found = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
-        return sorted(found, key=lambda name: (graph_of(name) != self.recipe.main, name))
+        names = [name for name, mode in self.modes().items() if mode is Mode.TRAIN]
+        return sorted(names, key=lambda name: (graph_of(name) != self.recipe.main, name))
 
     def step_graphs(self, *, evaluates: bool = True) -> list[str]:
         """Return the names of the graphs that a run calls, the training graphs first.
@@ -179,14 +179,14 @@ class Manifest(Record):
         Args:
             variant: variant of the graphs; None: all variants together.
         """
-        found: dict[str, InputEntry] = {}
+        inputs: dict[str, InputEntry] = {}
         for name, mode in self.modes().items():
             if mode is not Mode.PREDICT and variant in (None, variant_of(name)):
                 fed = self.recipe.feeds.get(graph_of(name), {})
-                found |= {
+                inputs |= {
                     entry.name: entry for entry in self.graphs[name].inputs if entry.name not in fed
                 }
-        return dict(sorted(found.items()))
+        return dict(sorted(inputs.items()))
 
     def graph_files(self) -> dict[str, str]:
         """Return graph file -> prefix of its constants' names ("train", "update-decay-first")."""
@@ -417,11 +417,11 @@ class Manifest(Record):
                     where=where,
                     got=f"{name}: {', '.join(sorted(feeds))}",
                 )
-            given = {f"{graph_of(name)}.{o.name}" for o in entry.outputs if o.role == "output"}
+            outputs = {f"{graph_of(name)}.{o.name}" for o in entry.outputs if o.role == "output"}
             lacking = [
                 source
                 for source in feeds.values()
-                if source.partition(".")[0] == graph_of(name) and source not in given
+                if source.partition(".")[0] == graph_of(name) and source not in outputs
             ]
             if lacking:
                 raise PackageError(

@@ -250,7 +250,7 @@ def _to_json(
             plain_treespec(call["in_spec"]),
             plain_treespec(call["out_spec"]),
         )
-    kept = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
+    graph_parts = {key: graph_module[key] for key in ("graph", "signature", "module_call_graph")}
     debug = {
         "nodes": notes,
         "guards": guards,
@@ -258,10 +258,10 @@ def _to_json(
         "schema": list(serde.SCHEMA_VERSION),
     }
     # torch keeps ranges of symbols that it has replaced everywhere
-    limits, used = document["range_constraints"], _symbols(kept)
+    limits, used = document["range_constraints"], _symbols(graph_parts)
     return GraphJson(
         {
-            "graph_module": kept,
+            "graph_module": graph_parts,
             "range_constraints": {name: limits[name] for name in limits if name in used},
         },
         debug,
@@ -270,17 +270,17 @@ def _to_json(
 
 def _symbols(value: Any) -> set[str]:
     """Return the symbols of all sizes in a document."""
-    found: set[str] = set()
+    symbols: set[str] = set()
     stack = [value]
     while stack:
         here = stack.pop()
         if isinstance(here, dict):
             if isinstance(expression := here.get("expr_str"), str):
-                found.update(_SYMBOL.findall(expression))
+                symbols.update(_SYMBOL.findall(expression))
             stack += here.values()
         elif isinstance(here, list):
             stack += here
-    return found
+    return symbols
 
 
 def _plain(value: Any) -> Any:
@@ -403,7 +403,7 @@ def _from_json(
     )
 
 
-def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: str) -> None:
+def _check_whole(module: torch.fx.GraphModule, document: Mapping[str, Any], where: str) -> None:
     """Check that torch has read all arguments of all nodes, and all examples of sizes.
 
     torch's reader ignores names that an operator does not have, and uses the first example of a
@@ -413,20 +413,20 @@ def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: s
         PackageError: torch has read something else.
     """
     for node in module.graph.nodes:
-        _check_examples(node, told, where)
+        _check_examples(node, document, where)
     calls = [
         node
         for node in module.graph.nodes
         if node.op == "call_function" and node.target is not operator.getitem
     ]
-    if len(calls) != len(told["nodes"]):
+    if len(calls) != len(document["nodes"]):
         raise PackageError(
             "torch reads a different number of nodes",
             where=where,
-            expected=str(len(told["nodes"])),
+            expected=str(len(document["nodes"])),
             got=str(len(calls)),
         )
-    for node, entry in zip(calls, told["nodes"], strict=True):
+    for node, entry in zip(calls, document["nodes"], strict=True):
         names = [argument["name"] for argument in entry["inputs"]]
         known = (
             [argument.name for argument in node.target._schema.arguments]
@@ -465,20 +465,20 @@ def _check_whole(module: torch.fx.GraphModule, told: Mapping[str, Any], where: s
             _check_whole(getattr(module, str(value.target)), body["graph"], where)
 
 
-def _check_examples(node: torch.fx.Node, told: Mapping[str, Any], where: str) -> None:
+def _check_examples(node: torch.fx.Node, document: Mapping[str, Any], where: str) -> None:
     """Check that a node's sizes have the examples that the file states.
 
     Raises:
         PackageError: they do not.
     """
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and node.name in told["tensor_values"]:
-        meta = told["tensor_values"][node.name]
+    if isinstance(value, torch.Tensor) and node.name in document["tensor_values"]:
+        meta = document["tensor_values"][node.name]
         sizes = zip(
             (*value.shape, *value.stride()), (*meta["sizes"], *meta["strides"]), strict=True
         )
-    elif isinstance(value, torch.SymInt) and node.name in told["sym_int_values"]:
-        sizes = zip((value,), (told["sym_int_values"][node.name],), strict=True)
+    elif isinstance(value, torch.SymInt) and node.name in document["sym_int_values"]:
+        sizes = zip((value,), (document["sym_int_values"][node.name],), strict=True)
     else:
         return
     for size, spelled in sizes:

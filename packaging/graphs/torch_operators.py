@@ -62,10 +62,10 @@ def registered_by(name: str) -> tuple[str, ...]:
     if overload is None:
         return ()
     qualified = name_of(overload).partition(".")[0]
-    found: list[str] = []
+    modules: list[str] = []
     definition = custom_ops.OPDEFS.get(qualified)
     if definition is not None:
-        found.append(str(definition._init_fn.__module__))
+        modules.append(str(definition._init_fn.__module__))
     places = re.findall(
         r"^debug: registered at (.+):\d+$", torch._C._dispatch_dump(name_of(overload)), re.MULTILINE
     )
@@ -74,7 +74,7 @@ def registered_by(name: str) -> tuple[str, ...]:
     places += [str(kernel.source).rpartition(":")[0]] if kernel is not None else []
     own = os.path.dirname(torch.__file__) + os.sep
     return (
-        *found,
+        *modules,
         *(place for place in places if place.endswith(".py") and not place.startswith(own)),
     )
 
@@ -82,11 +82,11 @@ def registered_by(name: str) -> tuple[str, ...]:
 def triton_kernels(name: str) -> tuple[Any, ...]:
     """Return the Triton kernels that torch found in the source of a `triton_op`, otherwise ()."""
     overload = _overload(name)
-    found = (
+    kernels = (
         [] if overload is None else get_triton_kernels_for_op(name_of(overload).partition(".")[0])
     )
     functions = []
-    for kernel in found:
+    for kernel in kernels:
         while hasattr(kernel, "fn"):  # unwrap autotuners and triton.jit
             kernel = kernel.fn
         functions.append(kernel)
@@ -100,14 +100,14 @@ def name_of(overload: OpOverload) -> str:
 
 
 def _overload(name: str) -> OpOverload | None:
-    found: Any = torch.ops
+    overload: Any = torch.ops
     for part in name.removeprefix("torch.ops.").split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        overload = getattr(overload, part, None)
+        if overload is None:
             return None
-    if not isinstance(found, OpOverload):
+    if not isinstance(overload, OpOverload):
         return None
-    return found if torch._C._dispatch_has_kernel(name_of(found)) else None
+    return overload if torch._C._dispatch_has_kernel(name_of(overload)) else None
 
 
 def operator_namespaces(module: torch.fx.GraphModule) -> frozenset[str]:

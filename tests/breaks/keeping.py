@@ -307,7 +307,7 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "a gradient that is no number is trained on",
         "launch/worker/loop.py",
-        "            elif not self._can_train(graph, found):\n",
+        "            elif not self._can_train(graph, turn):\n",
         "            elif False:\n",
         "../launch/worker/test_diverged.py::test_an_infinite_gradient_that_is_not_clipped_ends_the_run",
     ),

@@ -81,15 +81,15 @@ def nothing_left(run_dir: Path) -> Iterator[Prepared]:
     from trainload.launching.run.journal import JOURNAL
     from trainload.launching.run.run_state import STATE_FILE
 
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    new_folders = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     prepared = Prepared(run_dir)
     try:
         yield prepared
     finally:
         begun = (run_dir / JOURNAL).exists() or (run_dir / STATE_FILE).exists()
-        if made and prepared.made and not prepared.handed and not begun:
+        if new_folders and prepared.made and not prepared.handed and not begun:
             shutil.rmtree(run_dir)
-            for path in made[1:]:
+            for path in new_folders[1:]:
                 with suppress(OSError):  # another process uses it meanwhile
                     path.rmdir()
 

@@ -103,7 +103,11 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
 @click.option(
-    "--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting: see `trainload settings`."
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting: see `trainload settings`.",
 )
 @click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
 @click.option("--dry-run", is_flag=True, help="Check everything and try one step.")
@@ -124,7 +128,7 @@ def launch(
     backend: Backend,
     address: str | None,
     no_compile: bool,
-    given: tuple[str, ...],
+    assignments: tuple[str, ...],
     detach: bool,
     dry_run: bool,
     as_json: bool,
@@ -140,7 +144,7 @@ def launch(
         raise click.UsageError(
             "--backend torchrun needs --run-dir: all ranks must name the same folder."
         )
-    chosen = parse_settings(given)
+    chosen = parse_settings(assignments)
     _check_one_plan(
         plan_file,
         workers,
@@ -160,9 +164,9 @@ def launch(
     if plan_file is not None:
         from trainload.sharding.plans.plan import read_plan
 
-        made = read_plan(plan_file)
+        plan = read_plan(plan_file)
     else:
-        made = make_plan(
+        plan = make_plan(
             changed,
             _largest(changed, least, most, per_node, chosen),
             per_node,
@@ -193,17 +197,17 @@ def launch(
     if least < most:
         from trainload.sharding.planner.replan import plans_of_sizes
 
-        options["plans"] = plans_of_sizes(changed, made, range(least, most + 1))
+        options["plans"] = plans_of_sizes(changed, plan, range(least, most + 1))
     from trainload.launching.api import launch as launching
 
     if dry_run:
         with redirect_stdout(sys.stderr):
-            report = launching.dry_run(opened, made, data, **options)
+            report = launching.dry_run(opened, plan, data, **options)
         show_record(report, as_json)
         return DONE
     if backend == "ray" and address is not None:
         with nothing_left(run_dir.absolute()) as prepared:
-            launching.prepare(opened, made, data, **options)
+            launching.prepare(opened, plan, data, **options)
             prepared.made = True
             return (
                 detach_run(prepared, address, as_json)
@@ -211,7 +215,7 @@ def launch(
                 else keep_run(prepared.run_dir, address, as_json)
             )
     result = _watch(
-        lambda report: launching.launch(opened, made, data, **options, on_event=report), run_dir
+        lambda report: launching.launch(opened, plan, data, **options, on_event=report), run_dir
     )
     if _leads(backend):
         show_record(result, as_json)
@@ -256,7 +260,11 @@ def launch(
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
 @click.option(
-    "--set", "given", multiple=True, metavar="KEY=VALUE", help="Setting, such as precision=bf16."
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting, such as precision=bf16.",
 )
 @json_option
 def evaluate(
@@ -271,12 +279,12 @@ def evaluate(
     backend: Backend,
     address: str | None,
     no_compile: bool,
-    given: tuple[str, ...],
+    assignments: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
     _check_ray(backend, address)
-    chosen = parse_settings(given)
+    chosen = parse_settings(assignments)
     settings = _of_an_evaluation(chosen)
     if (
         eval_batches is not None
@@ -291,7 +299,7 @@ def evaluate(
     changed = chosen.overrides.apply(opened)
     from trainload.sharding.plans.plan import read_plan
 
-    made = (
+    plan = (
         read_plan(plan_file)
         if plan_file is not None
         else make_plan(changed, nodes or 1, per_node, device, strategy, **chosen.batch)
@@ -301,7 +309,7 @@ def evaluate(
     with redirect_stdout(sys.stderr):
         result = evaluating.evaluate(
             opened,
-            made,
+            plan,
             data,
             run_dir=run_dir,
             overrides=chosen.overrides,
@@ -413,7 +421,7 @@ def _check_one_plan(
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option(
     "--set",
-    "given",
+    "assignments",
     multiple=True,
     metavar="KEY=VALUE",
     help="Change a setting: see `trainload settings`.",
@@ -427,7 +435,7 @@ def resume(
     plan_file: Path | None,
     backend: Backend,
     address: str | None,
-    given: tuple[str, ...],
+    assignments: tuple[str, ...],
     detach: bool,
     as_json: bool,
 ) -> int:
@@ -440,7 +448,7 @@ def resume(
         )
     _check_ray(backend, address, detach=detach)
     check_supported_torch()
-    changes = _changes(given)
+    changes = _changes(assignments)
     if is_kept():
         stop_with_parent()
     elif backend == "ray" and address is not None:
@@ -493,9 +501,9 @@ def resume(
     return DONE
 
 
-def _changes(given: tuple[str, ...]) -> dict[str, Any]:
+def _changes(assignments: tuple[str, ...]) -> dict[str, Any]:
     """Return the settings of a run that `--set` changes."""
-    chosen = parse_settings(given, resuming=True)
+    chosen = parse_settings(assignments, resuming=True)
     return {
         **chosen.run,
         **({"overrides": chosen.overrides} if chosen.overrides.model_fields_set else {}),
