@@ -115,6 +115,13 @@ def write_derived(package: Package, key: str, step: StepGraph) -> None:
         ) from error
 
 
+def cache_derived(package: Package, key: str, step: StepGraph) -> None:
+    """Store a step graph like `write_derived`. A failure is logged: the graph is derived again."""
+    message = f"the derived graph {key} was not stored; it will be derived again"
+    with logged_suppress(_log, message, StorageError):
+        write_derived(package, key, step)
+
+
 def read_derived(package: Package, key: str) -> StepGraph | None:
     """Return the step graph stored under `key`, or None if there is none or its seal is not this
     user's for this program.

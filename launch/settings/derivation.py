@@ -26,12 +26,12 @@ from trainload.autograd_trace.low_rank import LowRank, adapt, uses_of
 from trainload.autograd_trace.precision import in_precision
 from trainload.capture.program import GraphCapture, Mode, ParameterSpec, Program
 from trainload.core.canonical_json import canonical_json
-from trainload.core.errors import JobError, PackageError, StorageError
+from trainload.core.errors import JobError, PackageError
 from trainload.core.logs import logged_suppress
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.settings.adapter_weights import first_values
 from trainload.launching.settings.adapters import Adapters
-from trainload.packaging.derived import write_derived
+from trainload.packaging.derived import cache_derived
 from trainload.packaging.format.field_types import Option
 from trainload.packaging.format.manifest_records import PassEntry
 from trainload.packaging.format.source_map import restore_traces
@@ -133,9 +133,7 @@ def _make_package(package: Package, changes: Changes, seed: int, path: Path) -> 
         package, path, draft.program, updates, draft.recipe, draft.passes, draft.values
     )
     for name, step in steps.items():
-        message = f"the joint graph {name} was not stored; it will be derived again"
-        with logged_suppress(_log, message, StorageError):
-            write_derived(written, derived_key(name, _CPU), step)
+        cache_derived(written, derived_key(name, _CPU), step)
     return written
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -10,13 +9,9 @@ import torch
 from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.program import Program
-from trainload.core.errors import StorageError
-from trainload.core.logs import logged_suppress
-from trainload.packaging.derived import read_derived, write_derived
+from trainload.packaging.derived import cache_derived, read_derived
 from trainload.packaging.format.source_map import restore_traces, users_line
 from trainload.packaging.package import Package
-
-_log = logging.getLogger(__name__)
 
 DERIVATION = 4
 """Part of every derived graph's key: increase it whenever the same program yields other step
@@ -54,9 +49,7 @@ def step_graphs(
             step = derive(program, name, device)
             # it is in the node's cache, whose next release has the same program
             if package.source is not None:
-                message = f"the joint graph {name} was not stored; it will be derived again"
-                with logged_suppress(_log, message, StorageError):
-                    write_derived(package, key, step)
+                cache_derived(package, key, step)
         graphs[name] = step
     return graphs
 
