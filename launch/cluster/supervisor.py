@@ -42,7 +42,7 @@ from trainload.launching.run.contact import (
     asked_by_file,
     asked_since_lost,
     clear_requests,
-    take_back,
+    withdraw,
 )
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import GIVEN_UP, POLL_SECONDS, Event, last_word
@@ -148,8 +148,7 @@ class Supervisor:
 
     def _write_last_state(self) -> None:
         """Say that the run has no driver any more."""
-        with logged_suppress(_log, "a request to the run was not withdrawn", OSError):
-            take_back(self._run_dir)
+        withdraw(self._run_dir)
         self._write_state(over=True)
 
     def _run(self, stop_requested: bool) -> None:
@@ -478,9 +477,8 @@ class Supervisor:
         self._beats, self._order = collected.beats or self._beats, collected.order
         for beat in collected.beats:
             monitor.hear(beat.rank, beat.doing, beat.age)
-        with logged_suppress(_log, "a fulfilled request was not withdrawn", OSError):
-            for request in collected.met:
-                take_back(self._run_dir, request)
+        if collected.met:
+            withdraw(self._run_dir, *collected.met)
         failure: TrainloadError | None = collected.failure
         return failure
 

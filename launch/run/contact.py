@@ -80,6 +80,13 @@ def take_back(run_dir: Path, *requests: Request) -> None:
         (run_dir / request.file).unlink(missing_ok=True)
 
 
+def withdraw(run_dir: Path, *requests: Request) -> None:
+    """Remove files of requests like `take_back`. A failure is logged: they are fulfilled again."""
+    message = f"requests to {run_dir} were not withdrawn, so they may be fulfilled again"
+    with logged_suppress(_log, message, OSError):
+        take_back(run_dir, *requests)
+
+
 def clear_requests(run_dir: Path) -> None:
     """Remove the files of all requests before a run begins.
 
@@ -154,9 +161,7 @@ class FileContact:
         return asked_by_file(self._run_dir)
 
     def met(self, request: Request) -> None:
-        message = "a request was not withdrawn, so it is fulfilled again"
-        with logged_suppress(_log, message, OSError):
-            take_back(self._run_dir, request)
+        withdraw(self._run_dir, request)
 
     def report(self, activity: Activity) -> None:
         """Report the activity in the run's state, which only `trainload status` reads."""

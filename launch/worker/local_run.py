@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from trainload.core.errors import ClusterError
 from trainload.core.processes import in_main_thread, is_nobodys
 from trainload.core.redaction import redacted
 from trainload.launching.node.process_groups import leave_groups
-from trainload.launching.run.contact import FileContact, Request, clear_requests, take_back
+from trainload.launching.run.contact import FileContact, Request, clear_requests, withdraw
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import append_log, stream_events, tracebacks_to
 from trainload.launching.run.run_spec import RunSpec
@@ -158,5 +158,4 @@ def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]
         for number, handler in before.items():
             signal.signal(number, handler)
         if leading:
-            with suppress(OSError):
-                take_back(run_dir)
+            withdraw(run_dir)
