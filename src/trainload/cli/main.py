@@ -43,7 +43,7 @@ from trainload.cli.commands import (
 )
 from trainload.cli.commands.execution import run_group
 from trainload.cli.commands.overview import Overview
-from trainload.cli.commands.shared import json_option
+from trainload.cli.commands.shared import json_option, new_package_option
 from trainload.cli.commands.shared import libraries as named_libraries
 from trainload.cli.commands.shared import out as _out
 from trainload.cli.commands.shared import print_json as _print_json
@@ -93,14 +93,7 @@ def _log_level() -> int:
 
 @commands.command(short_help="Write a job's package.")
 @click.argument("spec")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="PKG",
-    help="Path of the new package.",
-)
+@new_package_option
 @click.option(
     "--check",
     type=click.Choice(["usual", "thorough"]),

@@ -61,6 +61,21 @@ def strategy_option(command: Command) -> Command:
     )(command)
 
 
+def plan_options(command: Command) -> Command:
+    """Add --plan, and the options of a plan that is made for the run: --workers and --strategy."""
+    plan_option = click.option(
+        "--plan",
+        "plan_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Plan from `trainload plan`.",
+    )
+    workers_option = click.option(
+        "--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1."
+    )
+    return plan_option(workers_option(strategy_option(command)))
+
+
 def setting_option(name: str) -> Callable[[Command], Command]:
     """Add the option of a setting that is a positive number.
 
@@ -74,17 +89,7 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 @click.command(short_help="Train a package.")
 @click.argument("package", metavar="PKG")
 @click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Plan from `trainload plan`.",
-)
-@click.option(
-    "--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1."
-)
-@strategy_option
+@plan_options
 @click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or an elastic range.")
 @setting_option("steps")
 @click.option(
@@ -225,17 +230,7 @@ def launch(
 @click.command(short_help="Evaluate a package.")
 @click.argument("package", metavar="PKG")
 @click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Plan from `trainload plan`.",
-)
-@click.option(
-    "--workers", type=CountOf(KINDS), metavar="N[/cuda]", help="Devices per node. Default: 1."
-)
-@strategy_option
+@plan_options
 @click.option("--nodes", type=positive, metavar="N", help="Number of nodes. Default: 1.")
 @click.option(
     "--batches",

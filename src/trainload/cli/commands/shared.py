@@ -39,6 +39,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
 any_package_argument = click.argument("package", metavar="PKG")
 """A folder, or the name of a package in a store or registry, for `located`."""
+new_package_option = click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="PKG",
+    help="Path of the new package.",
+)
 run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 positive = click.IntRange(min=1)
 

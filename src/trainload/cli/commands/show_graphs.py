@@ -16,6 +16,7 @@ from trainload.cli.commands.shared import (
     FAILED,
     err,
     json_option,
+    new_package_option,
     out,
     package_argument,
     print_json,
@@ -76,14 +77,7 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
     metavar="MODULE:FUNCTION[,NAME=VALUE...]",
     help="Pass to apply; may be repeated.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="PKG",
-    help="Path of the new package.",
-)
+@new_package_option
 @allow_option
 @data_option
 @json_option

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainload.cli.commands.shared import Transfer, json_option, out, positive, print_json
+from trainload.cli.commands.shared import (
+    Transfer,
+    json_option,
+    new_package_option,
+    out,
+    positive,
+    print_json,
+)
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.formatting import size
@@ -101,14 +108,7 @@ def push(
 
 @click.command(short_help="Fetch a package.")
 @store_argument
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="PKG",
-    help="Path of the new package.",
-)
+@new_package_option
 @line_option
 @click.option("--release", metavar="N", help="Release number or latest. Default: current.")
 @click.option(
