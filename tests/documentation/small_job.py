@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FEWER_STEPS = {"steps=1000": "steps=3"}
+"""Replacements in examples that train."""
+
 SETTING = """
 import dataclasses
 import numpy as np
@@ -52,3 +62,33 @@ for name in ("mine.parquet", "train.parquet"):
     pq.write_table(pa.table({"tokens": rows_of_tokens}), name)
 """
 PACKAGE = 'package = trainload.freeze(gpt, "gpt.tl")\n'
+
+
+def run_examples(
+    where: str,
+    before: str,
+    examples: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replacements: Mapping[str, str],
+) -> None:
+    """Run examples in order, in a folder, after `SETTING` and more code.
+
+    Args:
+        where: page or name, for tracebacks.
+        before: code that runs first.
+        examples: code of the examples.
+        folder: working directory, from which modules are imported too.
+        monkeypatch: restores the process.
+        replacements: text in the examples -> what it is replaced by.
+    """
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "examples"}
+    exec(compile(SETTING + before, f"before {where}", "exec"), names)
+    for number, example in enumerate(examples):
+        code = example
+        for text, replacement in replacements.items():
+            code = code.replace(text, replacement)
+        exec(compile(code, f"{where}, example {number}", "exec"), names)

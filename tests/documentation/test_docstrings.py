@@ -6,11 +6,9 @@ import inspect
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tests.documentation.small_job import PACKAGE, ROWS, SETTING
+from tests.documentation.small_job import FEWER_STEPS, PACKAGE, ROWS, run_examples
 from tests.packaging.signers import Signers
 
 import trainload
@@ -28,9 +26,7 @@ NAMES = [
     )
 ]
 ON_RAY = ("EvaluationResult", "RunResult", "evaluate", "launch", "resume", "write_rows")
-SMALLER = ("steps=1000", "steps=3"), ("workers=4", "workers=1")
 ON_WORKERS = """
-import shutil
 package = trainload.open("gpt.tl")
 plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero1", global_batch=4)
 shutil.copy("train.parquet", "test.parquet")
@@ -91,11 +87,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, signers: Signers) -> Path
     """A folder with the package, its data and a signing key."""
     folder = tmp_path_factory.mktemp("workshop")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        torch.manual_seed(0)
-        exec(
-            compile(SETTING + ROWS + PACKAGE + SECOND, "workshop", "exec"), {"__name__": "workshop"}
-        )
+        run_examples("workshop", ROWS + PACKAGE + SECOND, [], folder, patch, {})
     shutil.copy(signers.alice.key, folder / "release-key.pem")
     shutil.copy(signers.alice.public, folder / "release-key.pub.pem")
     return folder
@@ -105,16 +97,20 @@ def run(name: str, workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     """Run the example of a name in a copy of the workshop."""
     shutil.copytree(workshop, folder, dirs_exist_ok=True)
     (folder / "models").mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
-    torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "example", "shutil": shutil}
-    before = SETTING + "job, numpy = gpt, np\npackage = trainload.open('gpt.tl')\n"
-    exec(compile(before + BEFORE.get(name, ""), f"before {name}", "exec"), names)
-    code = example_of(name)
-    for original, here in (("s3://models", str(folder / "models")), *SMALLER):
-        code = code.replace(original, here)
-    exec(compile(code, f"the example of {name}", "exec"), names)
+    before = "import shutil\njob, numpy = gpt, np\npackage = trainload.open('gpt.tl')\n"
+    replacements = {
+        **FEWER_STEPS,
+        "workers=4": "workers=1",
+        "s3://models": str(folder / "models"),
+    }
+    run_examples(
+        name,
+        before + BEFORE.get(name, ""),
+        [example_of(name)],
+        folder,
+        monkeypatch,
+        replacements,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,11 +7,9 @@ have their own tests.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tests.documentation.small_job import PACKAGE, ROWS, SETTING
+from tests.documentation.small_job import FEWER_STEPS, PACKAGE, ROWS, run_examples
 from tests.house.source import ROOT, python_blocks
 
 pytestmark = pytest.mark.slow
@@ -87,23 +85,15 @@ left = inputs = targets = torch.zeros(4, 8)
     "docs/watching.md": "",
 }
 ON_RAY = ("README.md", "docs/adapters.md", "docs/data.md")
-STEPS = "steps=1000", "steps=3"
 OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/variants.md"}
 
 
-def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run a page's examples in order, in an empty folder. Return the names that they define."""
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
-    torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(SETTING + PAGES[page], f"before {page}", "exec"), names)
-    found = python_blocks(page)
-    assert found
-    for number, code in enumerate(found):
-        here = code.replace(*STEPS).replace("s3://bucket/raw", str(folder / "raw"))
-        exec(compile(here, f"{page}, example {number}", "exec"), names)
-    return names
+def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a page's examples in order, in an empty folder."""
+    examples = python_blocks(page)
+    assert examples
+    replacements = {**FEWER_STEPS, "s3://bucket/raw": str(folder / "raw")}
+    run_examples(page, PAGES[page], examples, folder, monkeypatch, replacements)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ON_RAY])
