@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case.name for case in CASES if case.name not in results or bad(case, results[case.name])
     ]
     print(
-        f"{TABLE.relative_to(ROOT)}: {len(results)} of {len(CASES)} cases, {len(wrong)} not as they"
-        " ought to be",
+        f"{TABLE.relative_to(ROOT)}: {len(results)} of {len(CASES)} cases, {len(wrong)} with an"
+        " unexpected result",
         file=sys.stderr,
     )
     return 1 if wrong else 0

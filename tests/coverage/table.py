@@ -282,8 +282,8 @@ def _gaps(results: Mapping[str, Outcome]) -> str:
 
 def _failures(results: Mapping[str, Outcome]) -> str:
     lines = [
-        "## Not as it ought to be\n",
-        "| case | ought to be | stage | message |",
+        "## Unexpected results\n",
+        "| case | expected | stage | message |",
         "|---|---|---|---|",
     ]
     for case in CASES:
