@@ -136,20 +136,25 @@ def upward_arrows(graph: nx.DiGraph[str]) -> list[str]:
     return [*homeless, *(f"{importer} imports {imported}" for importer, imported in sorted(arrows))]
 
 
+def _all_files() -> list[Path]:
+    return [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
+
+
 def large_folders() -> dict[str, int]:
     """Return the folders with more than `MODULES` modules, of the product and of the tests."""
-    files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
     counts = Counter(
-        path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"
+        path.parent.relative_to(ROOT).as_posix()
+        for path in _all_files()
+        if path.name != "__init__.py"
     )
     return {folder: count for folder, count in sorted(counts.items()) if count > MODULES}
 
 
 def long_modules() -> dict[str, int]:
     """Return the modules with more than `LINES` lines, of the product and of the tests."""
-    files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
     lengths = {
-        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
+        for path in _all_files()
     }
     return {name: length for name, length in sorted(lengths.items()) if length > LINES}
 
