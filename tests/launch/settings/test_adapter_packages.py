@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.optimizer_jobs import frozen
 from tests.launch.settings.adapters_by_hand import ADAPTERS, LAYERS
 from torch import Tensor, nn
 
@@ -17,11 +16,6 @@ from trainload.packaging.package import Package
 from trainload.packaging.signatures.verify import verify_package
 
 TWO = trainload.Cluster(devices_per_node=2)
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return frozen(tmp_path_factory)
 
 
 def test_the_tensor_axis_divides_adapters_with_their_layers(package: Package) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.golden.goldens import goldens
 from tests.launch import graph_jobs
-from tests.launch.optimizer_jobs import STEPS, adam, eager, frozen, make_job, write_data
+from tests.launch.optimizer_jobs import STEPS, adam, eager, make_job
 from tests.launch.settings.adapters_by_hand import (
     ADAPTERS,
     LAYERS,
@@ -69,16 +69,6 @@ def weights(package: Package) -> dict[str, Tensor]:
         for spec in package.parameters
         if spec.alias_of is None
     }
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("rows") / "rows.npz")
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

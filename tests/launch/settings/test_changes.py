@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.optimizer_jobs import STEPS, adam, eager, frozen, make_job, write_data
+from tests.launch.optimizer_jobs import STEPS, adam, eager, make_job
 from tests.laws.runs import TOLERANCE, curve, difference
 
 import trainload
@@ -23,16 +23,6 @@ from trainload.packaging.package import Package
 
 HALF = STEPS // 2
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("rows") / "rows.npz")
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return frozen(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import graph_jobs, optimizer_jobs
-from tests.launch.optimizer_jobs import Model, adam, loss, make_job, write_data
+from tests.launch.optimizer_jobs import Model, adam, loss, make_job
 from tests.laws.gpt import gpt_job
 from tests.laws.gpt import loss as gpt_loss
 from tests.laws.runs import Run, curve, difference, train
@@ -81,11 +81,6 @@ def launched(
         package, plan, rows, run_dir=run_dir, output=run_dir.with_suffix(".tl"), **given
     )
     return curve(run_dir)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("rows") / "rows.npz")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.golden.goldens import goldens
-from tests.launch.optimizer_jobs import Model, adam, frozen, make_job, write_data
+from tests.launch.optimizer_jobs import Model, adam, make_job
 from tests.launch.settings.adapters_by_hand import ADAPTERS
 from torch import Tensor, nn
 
@@ -16,16 +16,6 @@ import trainload
 from trainload.core.errors import JobError, PackageError, PlanError
 from trainload.launching.settings.adapters import Adapters
 from trainload.packaging.package import Package
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("rows") / "rows.npz")
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return frozen(tmp_path_factory)
 
 
 class Strange(Model):
