@@ -167,8 +167,10 @@ class FolderFiles:
     def prune(self, folder: str) -> None:
         """See `StoreFiles.prune`."""
         for inner, _, _ in os.walk(self._root / folder, topdown=False):
-            with suppress(OSError):  # it has files
-                Path(inner).rmdir()
+            # without the root, a process that creates it at the same moment would fail
+            if Path(inner) != self._root:
+                with suppress(OSError):  # it has files
+                    Path(inner).rmdir()
 
     def _prepare_target(self, path: str) -> Path:
         """Return the path at which to write a file, after creating its folder."""

@@ -136,7 +136,7 @@ class StoreFiles(Protocol):
         """Return how much can be written, or None if that is unknown."""
 
     def prune(self, folder: str) -> None:
-        """Remove a folder that has no files, with its empty subfolders.
+        """Remove a folder that has no files, with its empty subfolders. The root itself stays.
 
-        Nobody may write there at the same time.
+        Nobody may write there at the same time, but other processes may create the root.
         """
