@@ -68,7 +68,7 @@ def test_a_job_runs_a_launch_that_launch_itself_understands(capsys: Capture) -> 
     assert found["package"] == "/trainload/gpt.tl"
     assert found["data"] == "/trainload/train.parquet"
     assert found["run_dir"] == Path("/trainload/runs/a b")
-    assert (found["address"], found["steps"], found["given"]) == ("auto", 100, ("lr=3e-4",))
+    assert (found["address"], found["steps"], found["assignments"]) == ("auto", 100, ("lr=3e-4",))
     assert found["eval_data"] == "s3://bucket/held-out.parquet"
 
 
