@@ -48,6 +48,17 @@ def bind_groups(groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
                 _C10D._register_process_group(name, group)
 
 
+def unbind_groups(names: Iterable[str]) -> None:
+    """Remove the bindings of names that `bind_groups` has bound, before the groups are destroyed.
+
+    Names without a group of this rank are left out.
+    """
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # as in `bound_groups`
+            group_named(name)
+            _C10D._unregister_process_group(name)
+
+
 @contextlib.contextmanager
 def alone_of(rank: int, world: int) -> Iterator[None]:
     """Make this process a rank of a default process group whose other ranks do not exist.
@@ -77,6 +88,15 @@ def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:
     return lambda: {
         name: int(backend._get_sequence_number_for_group()) for name, backend in backends.items()
     }
+
+
+def bound_groups(names: Iterable[str]) -> list[ProcessGroup]:
+    """Return this rank's process groups that are bound to logical names."""
+    groups = []
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # this rank is in no group of that name
+            groups.append(group_named(name))
+    return groups
 
 
 def group_named(name: str) -> ProcessGroup:

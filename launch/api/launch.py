@@ -337,20 +337,15 @@ def _run_trial(spec: RunSpec, backend: Backend, address: str | None) -> Trial | 
     alone = spec.plan.pipeline is None
     if backend != "ray":
         return try_out(spec, spec.plan.world_size) if alone else None
-    import ray
+    from trainload.launching.cluster.connection import connected
 
-    from trainload.launching.cluster.connection import connect
-    from trainload.launching.cluster.nodes import check_seats, nodes_of, place_to_try
-    from trainload.launching.cluster.tasks import tried_out
+    with connected(address):
+        from trainload.launching.cluster.nodes import check_seats, nodes_of, place_to_try
+        from trainload.launching.cluster.tasks import tried_out
 
-    started = connect(address)
-    try:
         nodes = nodes_of(spec.plan.cluster.device)
         check_seats(least_plan(spec), nodes)
         return tried_out(spec, *place_to_try(spec.plan, least_plan(spec), nodes)) if alone else None
-    finally:
-        if started:
-            ray.shutdown()
 
 
 def _ignore(event: Event) -> None:
@@ -423,24 +418,18 @@ def _make_result(spec: RunSpec, package: Package, backend: Backend) -> RunResult
 def _run_on_ray(
     spec: RunSpec, address: str | None, on_event: Callable[[Event], None], *, new: bool
 ) -> None:
-    import ray
+    from trainload.launching.cluster.connection import connected
 
-    from trainload.launching.cluster.connection import connect
-    from trainload.launching.cluster.nodes import check_seats, nodes_of, room_asked_for
-    from trainload.launching.cluster.supervisor import Supervisor
+    with interrupted_by_signals() as again, connected(address):
+        # ray.init sets signal handlers that would end this process, and its workers without a
+        # checkpoint
+        again()
+        from trainload.launching.cluster.nodes import check_seats, nodes_of, room_asked_for
+        from trainload.launching.cluster.supervisor import supervise
 
-    with interrupted_by_signals() as again:
-        started = connect(address)
-        try:
-            # ray.init sets signal handlers that would end this process, and its workers without a
-            # checkpoint
-            again()
-            check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
-            with (
-                room_asked_for(spec.plans[-1] if spec.plans else None),
-                _drive(spec, on_event, new=new) as (tell, check_driver),
-            ):
-                Supervisor(spec, tell, check_driver).run()
-        finally:
-            if started:
-                ray.shutdown()
+        check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
+        with (
+            room_asked_for(spec.plans[-1] if spec.plans else None),
+            _drive(spec, on_event, new=new) as (tell, check_driver),
+        ):
+            supervise(spec, tell, check_driver)

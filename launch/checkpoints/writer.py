@@ -48,6 +48,7 @@ _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 EVALUATION = "evaluation"
 """Key of the evaluation loss of a checkpoint's step in the checkpoint's `user` entries."""
 _KEEP = Retention()
+_ABORT_SECONDS = 2.0
 
 
 def _do_nothing() -> None:
@@ -78,6 +79,7 @@ class CheckpointWriter:
         timeout: seconds that a rank waits for the others.
         before_publishing: called by rank 0's thread when a checkpoint is complete and not yet
             visible.
+        aborted: once it is set, nothing is published, and no rank is waited for.
 
     Raises:
         StorageError, CheckpointError: the place is not writable.
@@ -93,12 +95,14 @@ class CheckpointWriter:
         keep: Retention = _KEEP,
         timeout: float = 600.0,
         before_publishing: Callable[[], None] = _do_nothing,
+        aborted: threading.Event | None = None,
     ) -> None:
         assert 0 <= rank < plan.world_size
         assert keep.last >= 1
         assert _ATTEMPT.fullmatch(attempt), attempt
         self._place, self._plan, self._rank, self._attempt = place, plan, rank, attempt
         self._keep, self._timeout, self._before_publishing = keep, timeout, before_publishing
+        self._aborted = aborted or threading.Event()
         self._host: dict[str, torch.Tensor] = {}
         self._saves = 0
         self._thread: threading.Thread | None = None
@@ -242,6 +246,11 @@ class CheckpointWriter:
         published, self._published = self._published, None
         return published
 
+    def abort(self) -> bool:
+        """End a save in progress without a checkpoint; return False if it does not end soon."""
+        self._aborted.set()
+        return self.idle(_ABORT_SECONDS)
+
     def _copy_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors to host memory, which all saves reuse; it is pinned for GPU tensors."""
         host_tensors: dict[str, torch.Tensor] = {}
@@ -298,6 +307,8 @@ class CheckpointWriter:
             index = index.model_copy(update=update)
             draft.complete(index)
             self._before_publishing()
+            if self._aborted.is_set():
+                raise _aborted_error(draft)
             draft.publish(index)
         except (OSError, TrainloadError) as error:
             draft.give_up(shard, _encode_error(self._user_error(error, draft.where)))
@@ -364,7 +375,7 @@ class CheckpointWriter:
                 missing.remove(rank)
             return not missing
 
-        if not self._poll_until(settled):
+        if not self._poll_until(settled, draft):
             raise CheckpointError(
                 "a rank did not write its part of the checkpoint",
                 where=draft.where,
@@ -386,7 +397,7 @@ class CheckpointWriter:
                 removed.
         """
         over = draft.notice() is not None  # this rank may have arrived after rank 0 gave up
-        if not over and not self._poll_until(lambda: not draft.pending(self._rank)):
+        if not over and not self._poll_until(lambda: not draft.pending(self._rank), draft):
             raise CheckpointError(
                 "rank 0 did not publish the checkpoint",
                 where=draft.where,
@@ -403,13 +414,14 @@ class CheckpointWriter:
                 hint="Check rank 0's log.",
             )
 
-    def _poll_until(self, ask: Callable[[], bool]) -> bool:
+    def _poll_until(self, ask: Callable[[], bool], draft: Draft) -> bool:
         """Poll a condition until it is true or the timeout is over; return True if it became true.
 
         If the storage is unreachable, polling continues.
 
         Raises:
             StorageError: the storage is still unreachable at the timeout.
+            CheckpointError: the attempt was aborted.
         """
         deadline = time.monotonic() + self._timeout
         pause, longest = self._place.pauses
@@ -423,7 +435,8 @@ class CheckpointWriter:
                     raise
             if late:
                 return False
-            time.sleep(pause)
+            if self._aborted.wait(pause):
+                raise _aborted_error(draft)
             pause = min(pause * 1.5, longest)
 
     def _delete_unretained(self, index: CheckpointIndex) -> None:
@@ -448,6 +461,12 @@ def _loss_of(checkpoint: Where) -> float | None:
     except CheckpointError:
         return None
     return loss
+
+
+def _aborted_error(draft: Draft) -> CheckpointError:
+    return CheckpointError(
+        "the attempt ended before the checkpoint was complete", where=draft.where
+    )
 
 
 def _done_mark(rank: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainload.core.errors import StorageError
+from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event, Journal, append_log, stream_events
 from trainload.launching.run.run_state import Summary
 
@@ -19,6 +20,8 @@ class BufferedJournal:
     Args:
         run_dir: the run's folder.
         on_event: called with every event.
+        check_driver: raises LeaseLostError if another process drives the run; called before
+            anything is written.
 
     Attributes:
         written: number of the workers' events that are in the journal.
@@ -27,8 +30,14 @@ class BufferedJournal:
         summary: summary of all events of the run.
     """
 
-    def __init__(self, run_dir: Path, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        on_event: Callable[[Event], None],
+        check_driver: CheckDriver = lambda: None,
+    ) -> None:
         self._journal = Journal(run_dir)
+        self._check_driver = check_driver
         self._run_dir = run_dir
         self._on_event = on_event
         self._unwritten: list[Event] = []
@@ -59,6 +68,8 @@ class BufferedJournal:
 
     def keep(self, printed: Mapping[int, str]) -> None:
         """Append the output of ranks to their logs. It is lost if storage fails."""
+        if printed:
+            self._check_driver()
         for rank, text in printed.items():
             append_log(self._run_dir, rank, text)
 
@@ -80,6 +91,7 @@ class BufferedJournal:
     def _append(self, events: Sequence[Event]) -> None:
         self._unwritten += events
         if self._unwritten:
+            self._check_driver()
             try:
                 self._journal.append(self._unwritten)
                 self._warned = False

@@ -1,4 +1,7 @@
-"""Connect to a Ray cluster, or start a local one for this run."""
+"""Connect to a Ray cluster, or start a local one for this run.
+
+Ray reads RAY_AUTH_MODE when it is imported, so this module does not import it at its top.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +9,74 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
-import ray
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
-from ray.exceptions import AuthenticationError
 
 from trainload.core.errors import ClusterError, first_line
 
 _LISTEN_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
+_AUTH_MODE = "RAY_AUTH_MODE"
 _NODE_INFO_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
-def connect(address: str | None) -> bool:
-    """Connect to a cluster, or start a local one.
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connect to a cluster within the context, or use the connection that this process has.
 
-    A local cluster listens on the loopback interface only, and requires its token, which Ray
-    creates and stores in ~/.ray/auth_token.
-
-    Returns:
-        True if this process made the connection, and must shut Ray down; False if it was connected
-        already.
+    Args:
+        address: HOST:PORT of a cluster, or "auto"; None starts a local cluster for the context. It
+            listens on the loopback interface only, and requires its token, which Ray creates and
+            stores in ~/.ray/auth_token.
 
     Raises:
         ClusterError: the cluster is not reachable, or rejects this process's token.
     """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-    # Workers keep the working directory of the driver, so that an import or a path means the same
-    # there.
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    # Ray Train waits until the deadline; the supervisor moves earlier
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    if ray.is_initialized():
-        return False
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        yield
+        return
+    ray = _connect(address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None) -> Any:
+    """Return the module `ray` once it is connected."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     began = time.monotonic()
     try:
         if address is not None:
             check_listener(address)
-            if asks_for_token(address):
-                show_token()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            own: dict[str, Any] = (
-                {"include_dashboard": False, "_node_ip_address": _LOOPBACK}
-                if address is None
-                else {}
-            )
-            with _block_hangups():
+            if asks_for_token(address) and not present_token():
+                raise _imported_before_error(address)
+        import ray
+        from ray.exceptions import AuthenticationError
+
+        own: dict[str, Any] = (
+            {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
+        )
+        try:
+            with warnings.catch_warnings(), _block_hangups():
+                warnings.simplefilter("ignore")
                 ray.init(
                     address=address or "local",
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     **own,
                 )
-    except AuthenticationError as error:
-        raise turned_away(address or "local", error) from error
+        except AuthenticationError as error:
+            raise token_error(address or "local", first_line(error)) from error
+    except ClusterError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             "no Ray cluster responds",
@@ -77,7 +84,7 @@ def connect(address: str | None) -> bool:
             got=f"{first_line(error)}, after {time.monotonic() - began:.0f} s",
             hint="Start one with `ray start --head`, or omit --address to use a local one.",
         ) from error
-    return True
+    return ray
 
 
 @contextmanager
@@ -93,12 +100,12 @@ def _block_hangups() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def turned_away(address: str, error: AuthenticationError) -> ClusterError:
+def token_error(address: str, got: str) -> ClusterError:
     """Return the error for a cluster that rejects this process's token, or its lack of one."""
     return ClusterError(
         "the cluster requires its token",
         where=f"address {address}",
-        got=first_line(error),
+        got=got,
         hint=(
             "Provide the cluster's token in RAY_AUTH_TOKEN, in the file at RAY_AUTH_TOKEN_PATH, or"
             " in ~/.ray/auth_token."
@@ -106,15 +113,39 @@ def turned_away(address: str, error: AuthenticationError) -> ClusterError:
     )
 
 
-def show_token() -> None:
-    """Enable token authentication if the user has a token, unless RAY_AUTH_MODE is set otherwise.
+def present_token() -> bool:
+    """Make Ray present the user's token to clusters, unless RAY_AUTH_MODE is set.
 
     The token is in RAY_AUTH_TOKEN, in the file of RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token. Ray
     itself does so only for clusters that it discovers by itself.
+
+    Returns:
+        False if Ray was imported before, and does not read RAY_AUTH_MODE again.
     """
-    # it logs a line at each call
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    if _AUTH_MODE in os.environ or not _has_token():
+        return True
+    if "ray" in sys.modules:
+        return False
+    os.environ[_AUTH_MODE] = "token"
+    return True
+
+
+def _imported_before_error(address: str) -> ClusterError:
+    return ClusterError(
+        "Ray was imported without the cluster's token",
+        where=f"address {address}",
+        expected=f"{_AUTH_MODE}=token, which Ray reads when it is imported",
+        got=f"no {_AUTH_MODE}",
+        hint=f'Set os.environ["{_AUTH_MODE}"] = "token" before `import ray`.',
+    )
+
+
+def _has_token() -> bool:
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return (
+        bool(os.environ.get("RAY_AUTH_TOKEN"))
+        or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
+    )
 
 
 def asks_for_token(address: str) -> bool:

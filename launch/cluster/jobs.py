@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import AuthenticationError
-
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError, first_line
-from trainload.launching.cluster.connection import check_listener, show_token, turned_away
+from trainload.launching.cluster.connection import check_listener, present_token, token_error
 from trainload.launching.run.run_state import read_state
 
 _BEGIN_SECONDS = 120.0
@@ -114,15 +112,19 @@ def _last_output_line(client: Any, name: str) -> str | None:
 
 
 def _client(address: str) -> Any:
-    from ray.job_submission import JobSubmissionClient
-
     began = time.monotonic()
     try:
-        show_token()
+        present_token()
+        from ray.exceptions import AuthenticationError
+        from ray.job_submission import JobSubmissionClient
+
         check_listener(address.partition("://")[2] or address)
-        return JobSubmissionClient(address)
-    except AuthenticationError as error:
-        raise turned_away(address, error) from error
+        try:
+            return JobSubmissionClient(address)
+        except AuthenticationError as error:
+            raise token_error(address, first_line(error)) from error
+    except ClusterError:
+        raise
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             "no Ray cluster accepts jobs at this address",

@@ -6,27 +6,14 @@ Neither side needs the run's storage to send messages. Only the driver writes th
 
 from __future__ import annotations
 
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from trainload.core.errors import TrainloadError
-from trainload.launching.run.activity import Activity, Doing
+from trainload.launching.run.activity import Doing
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event
 
-BEAT_SECONDS = 1.0
-"""Interval of the heartbeats of a worker."""
-_SEND_SECONDS = 0.1
-_ANSWER_SECONDS = 20.0
-_FLUSH_SECONDS = 30.0
-_CLOSE_SECONDS = 5.0
 _MAX_OUTPUT = 1 << 20
 
 
@@ -44,6 +31,25 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeReport:
+    """Messages of a node's ranks since its last report.
+
+    Attributes:
+        events: events, in order.
+        beats: last heartbeat of each rank.
+        printed: rank -> its output.
+        met: requests that were fulfilled.
+        failure: first error that ended a rank of the node in this attempt.
+    """
+
+    events: list[Event]
+    beats: list[Beat]
+    printed: dict[int, str]
+    met: list[Request]
+    failure: TrainloadError | None
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
     """Messages that the driver has not acknowledged yet.
 
@@ -53,8 +59,6 @@ class Collected:
         beats: last heartbeat of each rank.
         failure: first TrainloadError that ended a worker of this attempt.
         met: requests that were fulfilled.
-        order: rank of each of Ray Train's workers, by their number in Ray Train; empty before ranks
-            are assigned.
         printed: rank -> its output.
     """
 
@@ -63,7 +67,6 @@ class Collected:
     beats: list[Beat]
     failure: TrainloadError | None
     met: list[Request]
-    order: tuple[int, ...]
     printed: dict[int, str]
 
 
@@ -81,70 +84,53 @@ class Mailbox:
         self._heard = 0
         self._written = 0
         self._events: list[Event] = []
-        self._senders: dict[str, int] = {}
+        self._reports: dict[str, int] = {}
         self._beats: dict[int, tuple[float, Beat]] = {}
         self._failure: TrainloadError | None = None
         self._met: list[Request] = []
-        self._order: tuple[int, ...] = ()
         self._printed: dict[int, str] = {}
         self._out_events: list[Event] = []
         self._out_met: list[Request] = []
         self._out_printed: dict[int, str] = {}
 
     def begin(self, attempt: int) -> None:
-        """Start a new attempt: discard the state of the previous one."""
-        self._attempt, self._failure = attempt, None
-        self._senders, self._beats, self._met, self._out_met, self._order = {}, {}, [], [], ()
+        """Start a new attempt: discard the state of the previous one.
 
-    def seat(self, attempt: int, order: tuple[int, ...]) -> None:
-        """Record the rank of each of Ray Train's workers."""
-        if attempt == self._attempt:
-            self._order = order
+        A request to it is discarded too, since it may have been made to that attempt alone.
+        """
+        self._attempt, self._failure, self._request = attempt, None, Request.NONE
+        self._reports, self._beats, self._met, self._out_met = {}, {}, [], []
 
-    def tell(
-        self, attempt: int, sender: str, first: int, events: list[Event], beat: Beat | None
+    def report(
+        self, attempt: int, node: str, number: int, report: NodeReport
     ) -> tuple[Request, int, int]:
-        """Receive events and a heartbeat of a worker.
+        """Receive a report of a node.
 
         Args:
-            attempt: number of the worker's attempt.
-            sender: name of the sender, unique within the attempt.
-            first: number of the first of these events, so that none counts twice after a lost
-                response.
-            events: events of the sender, in order.
-            beat: heartbeat of the worker, if it sends one.
+            attempt: number of the node's attempt.
+            node: id of the node.
+            number: number of the report, from 1. A report that is repeated after a lost response
+                does not count again.
+            report: the report.
 
         Returns:
             The pending request of the run, the number of all events received so far, and the number
             of these that are in the journal.
         """
-        if attempt == self._attempt:
-            received = self._senders.get(sender, 0)
-            new = events[max(0, received - first) :]
-            self._events += new
-            self._heard += len(new)
-            self._senders[sender] = max(received, first + len(events))
-            if beat is not None:
-                self._beats[beat.rank] = (time.monotonic(), beat)
-        return self._request, self._heard, self._written
-
-    def hear(self, attempt: int, rank: int, printed: str) -> None:
-        """Receive output of a worker. If too much of it is uncollected, the rest is dropped."""
-        if attempt == self._attempt:
-            before = self._printed.get(rank, "")
-            self._printed[rank] = before + printed[: max(0, _MAX_OUTPUT - len(before))]
-
-    def fail(self, attempt: int, error: TrainloadError) -> None:
-        """Record the error that ends a worker; the first one of an attempt counts."""
-        if attempt == self._attempt and self._failure is None:
-            self._failure = error
-
-    def meet(self, attempt: int, request: Request) -> None:
-        """Record that a worker has fulfilled a request."""
-        if attempt == self._attempt:
-            self._met.append(request)
-            if self._request is request:
+        if attempt == self._attempt and number > self._reports.get(node, 0):
+            self._reports[node] = number
+            self._events += report.events
+            self._heard += len(report.events)
+            now = time.monotonic()
+            self._beats |= {beat.rank: (now - beat.age, beat) for beat in report.beats}
+            for rank, text in report.printed.items():
+                before = self._printed.get(rank, "")
+                self._printed[rank] = before + text[: max(0, _MAX_OUTPUT - len(before))]
+            self._failure = self._failure or report.failure
+            self._met += report.met
+            if self._request in report.met:
                 self._request = Request.NONE
+        return self._request, self._heard, self._written
 
     def collect(self, request: Request, written: int, number: int) -> Collected:
         """Return all messages that the driver has not acknowledged.
@@ -176,126 +162,5 @@ class Mailbox:
             beats,
             self._failure,
             list(self._out_met),
-            self._order,
             printed,
         )
-
-
-class RayContact:
-    """A worker's connection to the driver through its mailbox. An unresponsive driver does not
-    block the worker.
-
-    Args:
-        mailbox: the actor.
-        attempt: number of the attempt.
-        rank: rank of this worker.
-        sender: name that is unique within the attempt.
-        pid: pid of this process.
-        node: Ray's id of its node.
-    """
-
-    def __init__(
-        self,
-        mailbox: ActorHandle[Mailbox],
-        attempt: int,
-        rank: int,
-        sender: str,
-        pid: int,
-        node: str,
-    ) -> None:
-        self._mailbox: Any = mailbox
-        self._attempt, self._rank, self._sender, self._pid, self._node = (
-            attempt,
-            rank,
-            sender,
-            pid,
-            node,
-        )
-        self._activity: Activity | None = None
-        self._request = Request.NONE
-        self._lock = threading.Lock()
-        self._unsent: list[Event] = []
-        self._sent = 0
-        self._closed = threading.Event()
-        self._sending = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def write(self, kind: str, **data: Any) -> None:
-        with self._lock:
-            self._unsent.append(Event(kind, data, time.time()))
-
-    def flush(self) -> None:
-        """Wait until the driver's journal has all events, but at most 30 s, since the driver's
-        storage may fail.
-        """
-        until = time.monotonic() + _FLUSH_SECONDS
-        all_of_it: int | None = None
-        while (remaining := until - time.monotonic()) > 0:
-            answer = self._send(min(remaining, _ANSWER_SECONDS), beats=False)
-            if answer is not None:
-                _, heard, written = answer
-                all_of_it = heard if all_of_it is None else all_of_it
-                if written >= all_of_it:
-                    return
-            time.sleep(_SEND_SECONDS)
-
-    def asked(self) -> Request:
-        return self._request
-
-    def met(self, request: Request) -> None:
-        if self._request is request:
-            self._request = Request.NONE
-            self._mailbox.meet.remote(self._attempt, request)
-
-    def printed(self, text: str) -> None:
-        """Send output of this worker to the driver; of more than 1 MiB at once, only the beginning
-        is kept.
-        """
-        with suppress(RayError):  # the driver is unreachable
-            ray.get(
-                self._mailbox.hear.remote(self._attempt, self._rank, text), timeout=_ANSWER_SECONDS
-            )
-
-    def report(self, activity: Activity) -> None:
-        self._activity = activity
-        self._thread = threading.Thread(target=self._run, name="contact", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)
-        self._send(_CLOSE_SECONDS, beats=False)
-
-    def _run(self) -> None:
-        beaten = 0.0
-        while not self._closed.wait(_SEND_SECONDS):
-            if self._unsent or time.monotonic() - beaten >= BEAT_SECONDS:
-                beaten = time.monotonic()
-                answer = self._send(_ANSWER_SECONDS, beats=True)
-                if answer is not None:
-                    self._request = answer[0]
-
-    def _send(self, timeout: float, *, beats: bool) -> tuple[Request, int, int] | None:
-        """Send unsent events and a heartbeat; return the result of `Mailbox.tell`, or None if there
-        is no response.
-        """
-        with self._sending:
-            with self._lock:
-                events = list(self._unsent)
-            beat = None
-            if beats and self._activity is not None:
-                beat = Beat(self._rank, self._node, self._pid, self._activity.now())
-            try:
-                answer: tuple[Request, int, int] = ray.get(
-                    self._mailbox.tell.remote(
-                        self._attempt, self._sender, self._sent, events, beat
-                    ),
-                    timeout=timeout,
-                )
-            except RayError:  # the driver is unreachable: the events are kept and sent again later
-                return None
-            with self._lock:
-                del self._unsent[: len(events)]
-                self._sent += len(events)
-            return answer

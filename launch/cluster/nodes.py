@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import ray
-import ray._private.state
 from ray.autoscaler.sdk import request_resources
+from ray.autoscaler.v2.sdk import get_cluster_status
 
 from trainload.core.errors import ClusterError, LostClusterError
 from trainload.sharding.plans.plan import DeviceKind, Plan
 
 NODE_LABEL = "ray.io/node-id"
 _ACCELERATOR_PREFIX = "accelerator_type:"
+_DRAINING = "DRAINING"
 _RESOURCES: Mapping[DeviceKind, str] = {"cpu": "CPU", "cuda": "GPU"}
 
 
@@ -45,14 +46,16 @@ def resource_of(device: DeviceKind) -> str:
 
 
 def nodes_of(device: DeviceKind) -> list[Node]:
-    """Return all nodes that are alive and have such devices, sorted by id."""
+    """Return all nodes that are alive and have such devices, sorted by id.
+
+    Raises:
+        RayError: the cluster does not respond.
+    """
     name = resource_of(device)
-    free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]  # as below
-    leaving = ray._private.state.state.get_draining_nodes()
     nodes = []
-    for node in ray.nodes():  # type: ignore[no-untyped-call]  # Ray has no types here
-        resources = node["Resources"]
-        if node["Alive"] and resources.get(name, 0) >= 1:
+    for node in _node_infos():
+        resources = node.total_resources()
+        if resources.get(name, 0) >= 1:
             kind = next(
                 (
                     key.removeprefix(_ACCELERATOR_PREFIX)
@@ -61,13 +64,31 @@ def nodes_of(device: DeviceKind) -> list[Node]:
                 ),
                 "",
             )
-            own = free.get(node["NodeID"], {}).get(name, 0.0)
             nodes.append(
                 Node(
-                    node["NodeID"], kind, int(resources[name]), int(own), node["NodeID"] in leaving
+                    node.node_id,
+                    kind,
+                    int(resources[name]),
+                    int(node.available_resources()[name]),
+                    node.node_status == _DRAINING,
                 )
             )
     return sorted(nodes, key=lambda node: node.id)
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of nodes that are about to be removed.
+
+    Raises:
+        RayError: the cluster does not respond.
+    """
+    return {node.node_id for node in _node_infos() if node.node_status == _DRAINING}
+
+
+def _node_infos() -> list[Any]:
+    """Return Ray's `NodeInfo` of every node that is alive."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return [*status.active_nodes, *status.idle_nodes]
 
 
 def unit_of(plan: Plan) -> int:
@@ -141,41 +162,24 @@ def place_to_try(plan: Plan, least: Plan, nodes: Sequence[Node]) -> tuple[str, i
     free = {node.id: node.free for node in nodes}
     place = next((place for place in places if free[place] > 0), None)
     if place is None:
-        name = resource_of(plan.cluster.device)
-        raise ClusterError(
-            "a trial step cannot run: all devices are in use",
-            where=f"{len(nodes)} nodes with {name}s",
-            expected=f"1 free {name}",
-            got=", ".join(f"{node.free} of {node.devices}" for node in nodes),
-            hint="Try again when a device is free. A launch waits for free devices.",
+        raise in_use_error(
+            plan.cluster.device,
+            f"{len(nodes)} nodes",
+            ", ".join(f"{node.free} of {node.devices}" for node in nodes),
         )
     return place, places.count(place)
 
 
-class DrainWatcher:
-    """Watcher for nodes of an attempt that are draining.
-
-    Args:
-        places: id of each rank's node.
-    """
-
-    def __init__(self, places: Sequence[str]) -> None:
-        self._ranks_by_node = Counter(places)
-
-    def draining_nodes(self) -> dict[str, float | None]:
-        """Return the draining nodes of the attempt -> the seconds until their deadline; None if it
-        is unknown.
-        """
-        draining = ray._private.state.state.get_draining_nodes()
-        return {
-            node: max(0.0, deadline / 1000 - time.time()) if deadline else None
-            for node, deadline in draining.items()
-            if node in self._ranks_by_node
-        }
-
-    def without_us(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes with the devices of this attempt counted as free."""
-        return [replace(node, free=node.free + self._ranks_by_node[node.id]) for node in nodes]
+def in_use_error(device: DeviceKind, where: str, got: str) -> ClusterError:
+    """Return the error for a trial step without a free device."""
+    name = resource_of(device)
+    return ClusterError(
+        "a trial step cannot run: all devices are in use",
+        where=f"{where} with {name}s",
+        expected=f"1 free {name}",
+        got=got,
+        hint="Try again when a device is free. A launch waits for free devices.",
+    )
 
 
 @contextmanager

@@ -1,12 +1,7 @@
-"""Small tasks on particular nodes: probe a node, kill a worker that hangs, run trial steps."""
+"""Small tasks on particular nodes: run trial steps."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Collection, Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,13 +9,14 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from trainload.core.credentials import no_secrets_raised
 from trainload.core.errors import ClusterError, TrainingError, TrainloadError
-from trainload.launching.cluster.nodes import NODE_LABEL
+from trainload.launching.cluster.nodes import NODE_LABEL, in_use_error, resource_of
+from trainload.launching.cluster.reservation import RESERVE_SECONDS, DevicesTakenError, reserved
 
 if TYPE_CHECKING:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     from trainload.launching.run.run_spec import RunSpec
     from trainload.launching.worker.trial import Trial
-
-_ANSWER_SECONDS = 5.0
 
 
 def on_node(node: str) -> Any:
@@ -32,16 +28,33 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
     """Run trial steps of a run on a node, with one of its free devices (`trial.try_out`).
 
     Raises:
-        ClusterError: there is no result in time.
+        ClusterError: there is no result in time, or the node's devices are in use.
         TrainingError: the task fails with an error of Ray's.
         TrainloadError: an error of `trial.try_out`.
     """
-    options: dict[str, Any] = (
-        {"num_gpus": 1} if spec.plan.cluster.device == "cuda" else {"num_cpus": 1}
+    name = resource_of(spec.plan.cluster.device)
+    try:
+        with reserved(place, name, 1) as strategy:
+            outcome = _answer(spec, place, local_world, name, strategy)
+    except DevicesTakenError as error:
+        got = f"none within {RESERVE_SECONDS:g} s"
+        raise in_use_error(spec.plan.cluster.device, f"node {place}", got) from error
+    if isinstance(outcome, TrainloadError):
+        raise outcome
+    return outcome
+
+
+def _answer(
+    spec: RunSpec,
+    place: str,
+    local_world: int,
+    resource: str,
+    strategy: PlacementGroupSchedulingStrategy,
+) -> Trial | TrainloadError:
+    options: dict[str, Any] = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}
+    task = ray.remote(max_calls=1, max_retries=0)(_try_out).options(
+        **options, scheduling_strategy=strategy
     )
-    task = ray.remote(max_calls=1, max_retries=0, label_selector={NODE_LABEL: place})(
-        _try_out
-    ).options(**options)
     reference = task.remote(spec, local_world)
     try:
         outcome: Trial | TrainloadError = ray.get(reference, timeout=spec.start_timeout)
@@ -58,8 +71,6 @@ def tried_out(spec: RunSpec, place: str, local_world: int) -> Trial:
         raise TrainingError(
             "the trial step failed", where=f"node {place}", got=last_line(str(error))
         ) from error
-    if isinstance(outcome, TrainloadError):
-        raise outcome
     return outcome
 
 
@@ -67,49 +78,6 @@ def last_line(text: str) -> str:
     """Return the last line of a traceback, which has the exception."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].partition(" Worker exit detail: ")[0][:400] if lines else "no reason given"
-
-
-class NodeProbe:
-    """Liveness probes of nodes, since Ray takes some time to report that a node has died.
-
-    A busy node responds slowly, because a process must start there first. So each node has one
-    pending probe, and its response counts whenever it arrives.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[str, Any] = {}
-
-    def unreachable(self, nodes: Collection[str]) -> set[str]:
-        """Return those of these nodes that have not responded within a few seconds."""
-        for node in set(nodes) - self._open.keys():
-            self._open[node] = on_node(node)(_respond).options(max_retries=0).remote()
-        probes = {self._open[node]: node for node in nodes}
-        answered, _ = (
-            ray.wait(list(probes), num_returns=len(probes), timeout=_ANSWER_SECONDS)
-            if probes
-            else ([], [])
-        )
-        reachable = set()
-        for reference in answered:
-            del self._open[probes[reference]]
-            with suppress(RayError):  # the node died meanwhile
-                ray.get(reference)
-                reachable.add(probes[reference])
-        return set(nodes) - reachable
-
-    def forget(self, there: Collection[str]) -> None:
-        """Cancel the probes of nodes that are not in `there`."""
-        for node in self._open.keys() - set(there):
-            ray.cancel(self._open.pop(node))
-
-
-def end_workers(workers: Iterable[tuple[str, int]]) -> None:
-    """Kill workers, given as (node, pid), from a task on their node, since stopped processes do not
-    respond to Ray.
-    """
-    tasks = [on_node(node)(_kill).options(max_retries=0).remote(pid) for node, pid in workers]
-    if tasks:
-        ray.wait(tasks, num_returns=len(tasks), timeout=_ANSWER_SECONDS)
 
 
 def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
@@ -121,14 +89,3 @@ def _try_out(spec: RunSpec, local_world: int) -> Trial | TrainloadError:
             return try_out(spec, local_world)
     except TrainloadError as error:  # returned, since Ray would wrap a raised error
         return error
-
-
-def _respond() -> bool:
-    return True
-
-
-def _kill(pid: int) -> None:
-    """Kill a Ray worker, but not another process that has reused its pid."""
-    with suppress(OSError):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-            os.kill(pid, signal.SIGKILL)

@@ -5,10 +5,12 @@ groups.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trainload.autograd_trace.derivation.named_groups import bound_groups
 from trainload.sharding.plans.plan import Plan
 
 T = TypeVar("T")
@@ -46,6 +48,23 @@ def group_of_stage(
         ]
         groups.append(dist.new_group(members, backend="gloo"))
     return groups[plan.pipeline_index(rank)]
+
+
+def abort_groups(names: Iterable[str]) -> None:
+    """Release a thread of this process that waits in a collective of NCCL, which raises an error
+    there.
+
+    gloo's `abort` releases nobody (torch 2.13). There the error comes when a peer's sockets close,
+    which they do when it ends or leaves its groups.
+
+    Args:
+        names: names of groups that are bound (`bind_groups`).
+    """
+    if not dist.is_initialized() or dist.get_backend() != dist.Backend.NCCL:
+        return
+    for group in {dist.group.WORLD, *bound_groups(names)}:
+        if group is not None:
+            group.abort()
 
 
 def leave_groups() -> None:

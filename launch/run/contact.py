@@ -104,7 +104,15 @@ def clear_requests(run_dir: Path) -> None:
 
 
 class Contact(Protocol):
-    """A rank's connection to the driver."""
+    """A rank's connection to the driver.
+
+    Attributes:
+        aborted: set when this attempt is to end, since another rank has failed.
+        lingers: True if a thread of the attempt may still be at work after the attempt.
+    """
+
+    aborted: threading.Event
+    lingers: bool
 
     def write(self, kind: str, **data: Any) -> None:
         """Send an event to the journal. It may not have arrived when this returns."""
@@ -143,6 +151,7 @@ class FileContact:
     def __init__(
         self, run_dir: Path, rank: int, summary: Summary, check_driver: CheckDriver | None = None
     ) -> None:
+        self.aborted, self.lingers = threading.Event(), False
         self._run_dir, self._rank = run_dir, rank
         self._check_driver = check_driver
         self._journal = Journal(run_dir)

@@ -1,5 +1,8 @@
 """A sink that exports a run's numbers as metrics of its Ray cluster, from whose endpoints
 Prometheus scrapes them.
+
+A launch imports this module before it has decided whether Ray presents a token, so the module does
+not import Ray at its top (`launching.cluster.connection`).
 """
 
 from __future__ import annotations
@@ -7,10 +10,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
-
-import ray
-from ray.util.metrics import Counter, Gauge
+from typing import Any
 
 from trainload.core.errors import StorageError
 from trainload.launching.run.journal import stream_events
@@ -31,6 +33,9 @@ from trainload.launching.sinks.measures import (
 )
 from trainload.launching.sinks.protocol import Outcome
 
+if find_spec("ray") is None:
+    raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
 _DIGITS = 12
 _REPEAT_SECONDS = 5.0
 
@@ -48,6 +53,8 @@ class Prometheus:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        import ray
+
         if not ray.is_initialized():
             raise StorageError(
                 "prometheus requires Ray",
@@ -107,7 +114,7 @@ class Prometheus:
         metric = self._metrics[measure]
         if not math.isfinite(value):
             return
-        if isinstance(metric, Counter):
+        if measure.kind == "counter":
             if value > 0:
                 metric.inc(value)
             return
@@ -116,9 +123,7 @@ class Prometheus:
             self._set(measure, own, value)
 
     def _set(self, measure: Measure, own: str, value: float) -> None:
-        metric = self._metrics[measure]
-        assert isinstance(metric, Gauge)
-        metric.set(value, {METRIC: own} if measure.own else {})
+        self._metrics[measure].set(value, {METRIC: own} if measure.own else {})
 
     def _repeat_gauges(self) -> None:
         while not self._closed.wait(_REPEAT_SECONDS):
@@ -130,7 +135,9 @@ class Prometheus:
                 self._set(measure, own, value)
 
 
-def _make_metric(measure: Measure, tags: dict[str, str]) -> Gauge | Counter:
+def _make_metric(measure: Measure, tags: dict[str, str]) -> Any:
+    from ray.util.metrics import Counter, Gauge
+
     keys = (*tags, METRIC) if measure.own else tuple(tags)
     metric = (Gauge if measure.kind == "gauge" else Counter)(
         measure.name, measure.description, tag_keys=keys

@@ -43,18 +43,16 @@ from trainload.launching.node.process_groups import gathered, group_of_stage
 from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Request
-from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec, resume_command
 from trainload.launching.worker.agreement import check_same_collectives, check_same_data
 from trainload.launching.worker.engine import Draw, Engine, GraphResult, StepResult
 from trainload.launching.worker.evaluation import Evaluation
 from trainload.launching.worker.explaining import Failing, explain, explain_without_rows
 from trainload.launching.worker.not_finite import first_not_finite
-from trainload.launching.worker.preparation import built_for, open_data, set_threads
+from trainload.launching.worker.preparation import Keeper, Opened, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Verifier
-from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 SCALING = "loss scaling"
@@ -77,13 +75,14 @@ class Place:
     node: str = field(default_factory=socket.gethostname)
 
 
-def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
+def run_worker(spec: RunSpec, place: Place, contact: Contact, keeper: Keeper | None = None) -> None:
     """Train as one worker of a run. With more than one worker the default process group must exist.
 
     Args:
         spec: the run.
         place: position of this worker.
         contact: connection to the driver.
+        keeper: what this process has kept open since an earlier attempt.
 
     Raises:
         RunInterrupted: a stop was requested, and a checkpoint was written.
@@ -91,12 +90,13 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact) -> None:
         TrainloadError: an error of the package, the plan, the data or the checkpoints.
     """
     with deterministic():
-        _Worker(spec, place, contact).run()
+        _Worker(spec, place, contact, (keeper or Keeper()).opened(spec, place.rank)).run()
 
 
 class _Worker:
-    def __init__(self, spec: RunSpec, place: Place, contact: Contact) -> None:
+    def __init__(self, spec: RunSpec, place: Place, contact: Contact, opened: Opened) -> None:
         self._spec = spec
+        self._opened = opened
         self._plan = spec.plan
         self._place = place
         self._contact = contact
@@ -110,13 +110,12 @@ class _Worker:
         set_threads(place.local_world)
         if place.world > 1:
             bind_groups(self._plan.groups())
-        self._package = trained_package(spec)
-        check_plan(self._plan, self._package)
-        self._data, self._eval_data = open_data(spec, self._package)
+        self._package = opened.package
+        self._data, self._eval_data = opened.data
         if self._control is not None:
-            for name, opened in ((spec.data, self._data), (spec.eval_data, self._eval_data)):
-                if opened is not None:
-                    check_same_data(opened.fingerprint, place.node, str(name), self._control)
+            for name, data in ((spec.data, self._data), (spec.eval_data, self._eval_data)):
+                if data is not None:
+                    check_same_data(data.fingerprint, place.node, str(name), self._control)
         self._dispatcher = run_dispatcher(self._package)
         built, folder = self._build()
         if self._control is not None:
@@ -147,6 +146,7 @@ class _Worker:
             keep=spec.retention,
             # so the journal has every step that a restart from it does not repeat
             before_publishing=contact.flush,
+            aborted=contact.aborted,
         )
         self._saver = Saver(
             writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience
@@ -198,7 +198,7 @@ class _Worker:
                 message="no C++ compiler was found: the graphs run uncompiled, which is slower",
             )
         try:
-            return built_for(self._spec, self._package, self._plan.pipeline_index(self._place.rank))
+            return self._opened.built
         except Exception as error:
             explained = explain_without_rows(error, "building the graphs")
             if explained is None or explained is error:
@@ -273,6 +273,14 @@ class _Worker:
     # The loop
 
     def run(self) -> None:
+        """Train until the last step, or until a stop is requested."""
+        try:
+            self._run()
+        except BaseException:
+            self._contact.lingers = not self._saver.abort()
+            raise
+
+    def _run(self) -> None:
         spec, leading = self._spec, self._place.rank == 0
         workers = gathered(f"{socket.gethostname()}:{os.getpid()}", self._control)
         nodes = gathered(self._place.node, self._control)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -83,6 +84,49 @@ def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]
     return train, (
         open_run_data(spec.eval_data, package, rows, cache) if spec.eval_data is not None else None
     )
+
+
+class Opened:
+    """The package, the data and the graphs of a rank, each of which is opened when it is needed
+    first.
+    """
+
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+
+    @cached_property
+    def package(self) -> Package:
+        """The run's package with its overrides."""
+        package = trained_package(self._spec)
+        check_plan(self._spec.plan, package)
+        return package
+
+    @cached_property
+    def data(self) -> tuple[RunData, RunData | None]:
+        """The data and the held-out data."""
+        return open_data(self._spec, self.package)
+
+    @cached_property
+    def built(self) -> tuple[Built, Path | None]:
+        """The graphs, and the folder of their build (`built_for`)."""
+        return built_for(self._spec, self.package, self._spec.plan.pipeline_index(self._rank))
+
+
+class Keeper:
+    """Keeps open what the next attempt of a run in this process needs again."""
+
+    def __init__(self) -> None:
+        self._key: tuple[RunSpec, int] | None = None
+        self._opened: Opened | None = None
+
+    def opened(self, spec: RunSpec, rank: int) -> Opened:
+        """Return what the last call has returned, if run and rank are the same."""
+        key = (spec.model_copy(update={"had_checkpoint": False}), rank)
+        if self._opened is None or key != self._key:
+            self._opened = None  # so that two are never open at a time
+            self._key, self._opened = key, Opened(spec, rank)
+        return self._opened
 
 
 def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:

@@ -109,7 +109,11 @@ class Saver:
                 return
             if self._agree_on_failure(failure if time.monotonic() > until else None) is not None:
                 raise failure
-            time.sleep(_pause(self._failures))
+            self._contact.aborted.wait(_pause(self._failures))
+
+    def abort(self) -> bool:
+        """End a save in progress without a checkpoint; return False if it does not end soon."""
+        return self._writer.abort()
 
     def _agree_on_failure(self, failure: TrainloadError | None) -> TrainloadError | None:
         """Return, on all ranks, the failure of the first rank that has one."""

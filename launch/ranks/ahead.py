@@ -1,7 +1,7 @@
 """Compile the graphs of a running run for other numbers of nodes, so that it need not wait for the
 compiler on a resize.
 
-    python -m trainload.launching.cluster.ahead < request.json
+    python -m trainload.launching.ranks.ahead < request.json
 
 It is a separate process with the lowest priority, which ends with the worker that started it.
 """
@@ -45,7 +45,7 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
 
     def work() -> None:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "trainload.launching.cluster.ahead"]
+        command = [sys.executable, "-m", "trainload.launching.ranks.ahead"]
         process = subprocess.run(
             command, input=request, capture_output=True, text=True, check=False
         )

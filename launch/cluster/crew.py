@@ -1,0 +1,95 @@
+"""The node actors of a run, which serve all of its attempts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trainload.launching.cluster.node_actor import NodeActor
+from trainload.launching.cluster.nodes import Node, nodes_of, resource_of
+from trainload.launching.cluster.reservation import reserve
+from trainload.sharding.plans.plan import DeviceKind
+
+_CALLS = 16
+"""Concurrent calls of a node actor, most of which wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    actor: Any
+    devices: int
+    group: PlacementGroup
+
+
+class Crew:
+    """One node actor per node of a run, with the node's devices.
+
+    Actors outlive attempts, so that the ranks of the next attempt start without new interpreters.
+
+    Args:
+        device: kind of the devices.
+        idle_seconds: time for which a node keeps its fork server after the run.
+    """
+
+    def __init__(self, device: DeviceKind, idle_seconds: float) -> None:
+        self._device = device
+        self._idle_seconds = idle_seconds
+        self._members: dict[str, _Member] = {}
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes of the cluster, with the devices of the crew counted as free."""
+        return [
+            replace(node, free=node.free + self._members[node.id].devices)
+            if node.id in self._members
+            else node
+            for node in nodes_of(self._device)
+        ]
+
+    def seat(self, seats: Sequence[str]) -> dict[str, Any]:
+        """Return node -> its actor for the nodes of an attempt, in the order of their first ranks.
+
+        Actors of other nodes, or with other numbers of devices, are released first.
+
+        Raises:
+            DevicesTakenError: devices are in use by something else.
+        """
+        wanted = Counter(seats)
+        self.release(
+            [node for node, member in self._members.items() if wanted.get(node) != member.devices]
+        )
+        for node, devices in wanted.items():
+            if node not in self._members:
+                self._members[node] = self._create(node, devices)
+        return {node: self._members[node].actor for node in wanted}
+
+    def release(self, nodes: Collection[str]) -> None:
+        """Kill the actors of nodes, with their ranks, and free the devices."""
+        for node in set(nodes) & self._members.keys():
+            member = self._members.pop(node)
+            ray.kill(member.actor)
+            remove_placement_group(member.group)
+
+    def close(self) -> None:
+        """Release all nodes."""
+        self.release(list(self._members))
+
+    def _create(self, node: str, devices: int) -> _Member:
+        name = resource_of(self._device)
+        group = reserve(node, name, devices)
+        own = {"num_gpus": devices, "num_cpus": 0} if name == "GPU" else {"num_cpus": devices}
+        actor = (
+            ray.remote(NodeActor)
+            .options(
+                **own,
+                max_concurrency=_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+            )
+            .remote(node, self._idle_seconds)
+        )
+        return _Member(actor, devices, group)

@@ -1,0 +1,174 @@
+"""Forward messages of a node's ranks to the driver, through the mailbox."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from trainload.core.errors import TrainloadError
+from trainload.launching.cluster.mailbox import Beat, Mailbox, NodeReport
+from trainload.launching.ranks.rank_messages import Flush, Flushed, Met, Printed
+from trainload.launching.run.activity import Doing
+from trainload.launching.run.contact import Request
+from trainload.launching.run.journal import Event
+
+REPORT_SECONDS = 1.0
+"""Interval of the reports of a node whose ranks send no events."""
+_SEND_SECONDS = 0.1
+"""Minimum interval of reports."""
+_ANSWER_SECONDS = 20.0
+_FLUSH_SECONDS = 30.0
+_MAX_OUTPUT = 1 << 20
+
+
+class RelayedRank(Protocol):
+    """A rank whose messages are forwarded, with the id of its process."""
+
+    number: int
+
+    @property
+    def pid(self) -> int: ...
+
+    def send(self, message: object) -> None:
+        """Send a message to the rank."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Messages that have not been sent yet."""
+
+    events: list[Event] = field(default_factory=list)
+    printed: dict[int, str] = field(default_factory=dict)
+    met: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.events or self.printed or self.met)
+
+
+class Relay:
+    """Connection of a node's ranks to the driver through the mailbox.
+
+    An unresponsive driver does not block the ranks. Each report has a number, and is repeated until
+    the mailbox has acknowledged it, so that it counts once.
+
+    Args:
+        mailbox: the actor.
+        attempt: number of the attempt.
+        node: id of this node.
+    """
+
+    def __init__(self, mailbox: ActorHandle[Mailbox], attempt: int, node: str) -> None:
+        self._mailbox: Any = mailbox
+        self._attempt = attempt
+        self._node = node
+        self._lock = threading.Lock()
+        self._pending = _Pending()
+        self._failure: TrainloadError | None = None
+        self._doing: dict[int, tuple[float, int, Doing]] = {}
+        self._ranks: list[RelayedRank] = []
+        self._request = Request.NONE
+        self._number = 0
+        self._report: NodeReport | None = None
+        self._sending = threading.Lock()
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread.start()
+
+    def add(self, rank: RelayedRank) -> None:
+        """Add a rank, which receives the requests of the driver."""
+        self._ranks.append(rank)
+
+    def receive(self, rank: RelayedRank, message: object) -> None:
+        """Receive a message of a rank."""
+        with self._lock:
+            match message:
+                case Event():
+                    self._pending.events.append(message)
+                case Doing():
+                    self._doing[rank.number] = (time.monotonic(), rank.pid, message)
+                case Printed(text):
+                    before = self._pending.printed.get(rank.number, "")
+                    room = max(0, _MAX_OUTPUT - len(before))
+                    self._pending.printed[rank.number] = before + text[:room]
+                case Met(request):
+                    self._pending.met.append(request)
+                    self._request = Request.NONE if self._request is request else self._request
+                case Flush():
+                    threading.Thread(target=self._flush_for, args=(rank,), daemon=True).start()
+        self._wake.set()
+
+    def fail(self, error: TrainloadError) -> None:
+        """Report the error that ends a rank; the first one counts."""
+        with self._lock:
+            self._failure = self._failure or error
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Wait until the driver's journal has all events, but at most 30 s, since the driver's
+        storage may fail.
+        """
+        until = time.monotonic() + _FLUSH_SECONDS
+        total: int | None = None
+        while (remaining := until - time.monotonic()) > 0:
+            answer = self.send(min(remaining, _ANSWER_SECONDS))
+            if answer is not None:
+                _, heard, written = answer
+                total = heard if total is None else total
+                if written >= total:
+                    return
+            time.sleep(_SEND_SECONDS)
+
+    def close(self) -> None:
+        """Stop sending."""
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(_ANSWER_SECONDS)
+
+    def _flush_for(self, rank: RelayedRank) -> None:
+        self.flush()
+        rank.send(Flushed())
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._wake.wait(REPORT_SECONDS)
+            self._wake.clear()
+            answer = self.send(_ANSWER_SECONDS)
+            if answer is not None and answer[0] is not self._request:
+                self._request = answer[0]
+                for rank in self._ranks:
+                    rank.send(self._request)
+            self._closed.wait(_SEND_SECONDS)
+
+    def send(self, timeout: float) -> tuple[Request, int, int] | None:
+        """Send a report; return the response of the mailbox, or None if there is none."""
+        with self._sending:
+            with self._lock:
+                now = time.monotonic()
+                beats = [
+                    Beat(rank, self._node, pid, doing, now - at)
+                    for rank, (at, pid, doing) in self._doing.items()
+                ]
+                if self._report is None:
+                    pending, self._pending = self._pending, _Pending()
+                    self._number += 1
+                    self._report = NodeReport(
+                        pending.events, beats, pending.printed, pending.met, self._failure
+                    )
+            try:
+                answer: tuple[Request, int, int] = ray.get(
+                    self._mailbox.report.remote(
+                        self._attempt, self._node, self._number, self._report
+                    ),
+                    timeout=timeout,
+                )
+            except RayError:  # the driver is unreachable: the report is repeated later
+                return None
+            self._report = None
+            return answer

@@ -1,0 +1,255 @@
+"""A run that a driver supervises: what the states of the run have in common."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from threading import Event as Flag
+from typing import Protocol
+
+from trainload.core.errors import RunInterrupted, TrainloadError
+from trainload.core.logs import logged_suppress
+from trainload.launching.cluster.buffered_journal import BufferedJournal
+from trainload.launching.cluster.inbox import Inbox
+from trainload.launching.cluster.mailbox import Collected
+from trainload.launching.cluster.nodes import Node, seats
+from trainload.launching.cluster.retries import Retries
+from trainload.launching.run.activity import Phase
+from trainload.launching.run.contact import Request, asked_by_file
+from trainload.launching.run.driver import CheckDriver
+from trainload.launching.run.journal import Event
+from trainload.launching.run.monitor import Hang, Monitor
+from trainload.launching.run.run_spec import RunSpec, resume_command
+from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
+from trainload.sharding.plans.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_END_SECONDS = 20.0
+"""Time in which an attempt must end by itself once a rank has failed or hangs."""
+
+
+class AnyAttempt(Protocol):
+    """An attempt that has been started; see `cluster.attempt.Attempt`."""
+
+    seats: tuple[str, ...]
+    trains: Flag
+    ended: Flag
+    error: Exception | None
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill ranks that hang."""
+
+    def end(self) -> None:
+        """End the attempt if it is not over, and wait for its end."""
+
+
+class AnyCluster(Protocol):
+    """The cluster of a run; see `ray_cluster.RayCluster`.
+
+    Its methods raise RayError if it does not respond.
+    """
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes, with the devices that the run uses counted as free."""
+
+    def draining(self) -> Collection[str]:
+        """Return the ids of nodes that are about to be removed."""
+
+    def unreachable(self, nodes: Collection[str]) -> set[str]:
+        """Return those of these nodes that do not respond within a few seconds."""
+
+    def start(self, spec: RunSpec, number: int, seats: Sequence[str]) -> AnyAttempt:
+        """Start an attempt."""
+
+    def collect(self, request: Request, written: int, number: int) -> Collected:
+        """Collect messages; see `Mailbox.collect`."""
+
+    def close(self) -> None:
+        """Release the nodes."""
+
+
+class SupervisedRun:
+    """A run with its journal, its cluster and what its driver remembers.
+
+    Args:
+        spec: the run.
+        cluster: the cluster.
+        on_event: called with every event after it is in the journal.
+        check_driver: raises LeaseLostError if another process drives the run.
+        clock: function that returns the time in seconds.
+
+    Attributes:
+        spec: the run, with the plan of the last attempt.
+        lost: ids of nodes that did not respond; they are not used until they respond.
+        stop_requested: True once the run was asked to stop.
+        number: number of the last attempt.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        cluster: AnyCluster,
+        on_event: Callable[[Event], None],
+        check_driver: CheckDriver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.cluster = cluster
+        self.check_driver = check_driver
+        self.clock = clock
+        self.run_dir = Path(spec.run_dir)
+        self.journal = BufferedJournal(self.run_dir, on_event, check_driver)
+        self.inbox = Inbox(cluster.collect, self.run_dir, self.journal, clock)
+        self.retries = Retries(spec.max_failures, spec.storage_patience, clock)
+        self.lost: set[str] = set()
+        self.stop_requested = False
+        self.number = 0
+        self._looked_at = -float("inf")
+
+    def is_stopping(self) -> bool:
+        """Return True if the run was asked to stop."""
+        self.stop_requested = self.stop_requested or asked_by_file(self.run_dir) is Request.STOP
+        return self.stop_requested
+
+    def stop_error(self) -> RunInterrupted:
+        """Return the error that ends a run that was asked to stop."""
+        return RunInterrupted(
+            "the run was asked to stop",
+            where=str(self.run_dir),
+            hint=f"Continue with: {self.resume_command()}",
+        )
+
+    def resume_command(self) -> str:
+        """Return the command that continues the run."""
+        return resume_command(self.run_dir)
+
+    def is_time_to_look(self) -> bool:
+        """Return True once per second, after the run's state was written.
+
+        Raises:
+            LeaseLostError: another process drives the run.
+        """
+        now = self.clock()
+        if now - self._looked_at < STATE_SECONDS:
+            return False
+        self._looked_at = now
+        self.write_state()
+        return True
+
+    def write_state(self, *, over: bool = False) -> None:
+        """Write the run's state for `trainload status`. If storage fails, this update is skipped.
+
+        Args:
+            over: True if the run has no driver from now on.
+
+        Raises:
+            LeaseLostError: another process drives the run.
+        """
+        self.check_driver()
+        ranks = {
+            beat.rank: RankSeen.of(beat.node, beat.pid, beat.age, beat.doing)
+            for beat in self.inbox.beats
+        }
+        # repeated every second, so the next update may succeed
+        message = "the state of the run was not written"
+        with logged_suppress(_log, message, OSError, level=logging.DEBUG):
+            write_state(self.run_dir, self.number, self.journal.summary, ranks, over=over)
+
+    def largest_fit(self, nodes: Sequence[Node]) -> tuple[Plan, list[str]] | None:
+        """Return the largest of the run's plans that fits these nodes, and the node of each of its
+        ranks; None if none fits.
+        """
+        for plan in reversed(self.spec.plans or (self.spec.plan,)):
+            node_ids = seats(plan, nodes, without=self.lost)
+            if node_ids is not None:
+                return plan, node_ids
+        return None
+
+    def begin(self, plan: Plan, node_ids: Sequence[str]) -> WatchedAttempt:
+        """Start an attempt.
+
+        Raises:
+            LeaseLostError: another process drives the run.
+        """
+        self.check_driver()
+        if plan.world_size != self.spec.plan.world_size:
+            self.journal.write(
+                "resize",
+                message=f"{self.spec.plan.world_size} -> {plan.world_size} ranks",
+                world=plan.world_size,
+            )
+        self.spec = self.spec.model_copy(
+            update={
+                "plan": plan,
+                "had_checkpoint": self.spec.had_checkpoint or self.journal.has_checkpoint,
+            }
+        )
+        self.number += 1
+        self.inbox.begin()
+        return WatchedAttempt(self, self.cluster.start(self.spec, self.number, node_ids))
+
+
+class WatchedAttempt:
+    """A running attempt, and what the driver has heard of it.
+
+    Attributes:
+        attempt: the attempt.
+        hang: why its ranks were killed, if they hung.
+        error: first error that ended a rank.
+        doing: rank -> its last reported activity.
+    """
+
+    def __init__(self, run: SupervisedRun, attempt: AnyAttempt) -> None:
+        self._run = run
+        self.attempt = attempt
+        spec = run.spec
+        self._monitor = Monitor(
+            spec.plan.world_size,
+            spec.hang_timeout,
+            spec.start_timeout,
+            spec.storage_patience + spec.hang_timeout,
+            run.clock,
+        )
+        self._until = float("inf")
+        self.hang: Hang | None = None
+        self.error: TrainloadError | None = None
+
+    @property
+    def doing(self) -> dict[int, str]:
+        return {beat.rank: str(beat.doing) for beat in self._run.inbox.beats}
+
+    @property
+    def is_training(self) -> bool:
+        """True if all ranks have reported that they have started."""
+        beats = self._run.inbox.beats
+        return bool(beats) and all(beat.doing.phase is not Phase.STARTING for beat in beats)
+
+    def watch(self, request: Request) -> bool:
+        """Receive messages, and kill ranks that hang.
+
+        Args:
+            request: pending request for the ranks.
+
+        Returns:
+            True if the attempt is over, and its last messages have been received.
+        """
+        run = self._run
+        is_over = self.attempt.ended.is_set() or run.clock() >= self._until
+        beats, error = run.inbox.receive(request)
+        for beat in beats:
+            self._monitor.hear(beat.rank, beat.doing, beat.age)
+        self.error = self.error or error
+        if is_over:
+            return not run.inbox.silent
+        if self._until == float("inf"):
+            if self.error is None:
+                self.hang = self._monitor.hang()
+            if self.hang is not None:
+                run.check_driver()
+                self.attempt.kill(self.hang.ranks)
+            if self.error is not None or self.hang is not None:
+                self._until = run.clock() + _END_SECONDS
+        return False

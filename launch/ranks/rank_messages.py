@@ -1,0 +1,81 @@
+"""Messages between a rank's process and the actor of its node.
+
+The actor imports this module, so it imports neither torch nor the run's description, which is
+passed on as JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainload.core.errors import TrainloadError
+from trainload.launching.run.contact import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Task: prepare the node.
+
+    Attributes:
+        spec: the run, as JSON.
+        ranks: ranks on the node.
+        quiet: report no durations.
+    """
+
+    spec: str
+    ranks: tuple[int, ...]
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Task: train as one rank.
+
+    Attributes:
+        spec: the run, as JSON.
+        rank: rank of this process.
+        seats: id of each rank's node.
+        url: rendezvous URL of the process group; None for a single rank.
+    """
+
+    spec: str
+    rank: int
+    seats: tuple[str, ...]
+    url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Message to the rank: another rank has failed, so this task is to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Message: a task has ended; `error` is the exception that ended it, `text` its last line."""
+
+    error: TrainloadError | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Message: a request was fulfilled."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Message: output of the rank."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Message: report when the driver's journal has all events so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Message to the rank: the journal has all events before the last `Flush`, or timed out."""

@@ -1,0 +1,203 @@
+"""Process of a rank: executes tasks that its node's actor sends through a pipe."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainload.autograd_trace.derivation.named_groups import unbind_groups
+from trainload.core.credentials import no_secrets_raised
+from trainload.core.errors import RunInterrupted, TrainloadError
+from trainload.launching.node.process_groups import abort_groups, leave_groups
+from trainload.launching.ranks.ahead import compile_ahead
+from trainload.launching.ranks.output import forward_output
+from trainload.launching.ranks.rank_messages import (
+    Abort,
+    Finished,
+    Flush,
+    Flushed,
+    Met,
+    Prepare,
+    Printed,
+    Train,
+)
+from trainload.launching.ranks.this_process import name_process
+from trainload.launching.run.activity import Activity
+from trainload.launching.run.contact import Request
+from trainload.launching.run.journal import Event, tracebacks_to
+from trainload.launching.run.run_spec import RunSpec
+from trainload.launching.worker.local_run import COLLECTIVE_TIMEOUT
+from trainload.launching.worker.loop import Place, run_worker
+from trainload.launching.worker.preparation import Keeper, prepare_node
+
+BEAT_SECONDS = 1.0
+"""Interval of the heartbeats of a rank."""
+_FLUSH_SECONDS = 30.0
+
+
+def main(connection: Connection) -> int:
+    """Execute tasks until the connection is closed. Returns the exit status."""
+    contact = PipeContact(connection)
+    keeper = Keeper()
+    tasks: queue.SimpleQueue[Prepare | Train] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, contact, tasks), daemon=True).start()
+    while True:
+        finished = _execute(tasks.get(), contact, keeper)
+        _release()
+        contact.send(finished)
+        if contact.lingers:
+            return 0
+
+
+def _receive(
+    connection: Connection, contact: PipeContact, tasks: queue.SimpleQueue[Prepare | Train]
+) -> None:
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the node's actor is gone, or does not need this rank any more
+        if isinstance(message, Request):
+            contact.request(message)
+        elif isinstance(message, Flushed):
+            contact.flushed.set()
+        elif isinstance(message, Abort):
+            contact.aborted.set()
+            abort_groups(contact.groups)
+        else:
+            contact.aborted.clear()
+            tasks.put(message)
+
+
+def _execute(task: Prepare | Train, contact: PipeContact, keeper: Keeper) -> Finished:
+    try:
+        with (
+            forward_output(contact.printed),
+            no_secrets_raised(),
+            tracebacks_to(sys.stderr.write),
+        ):
+            if isinstance(task, Prepare):
+                _prepare(task, contact)
+            else:
+                _train(task, contact, keeper)
+    except RunInterrupted:
+        return Finished()  # the driver reports it
+    except TrainloadError as error:
+        return Finished(error, str(error))
+    except Exception as error:  # noqa: BLE001  # reported to the driver; its traceback is in the log
+        return Finished(None, traceback.format_exception_only(error)[-1].strip())
+    finally:
+        contact.close()
+    return Finished()
+
+
+def _prepare(task: Prepare, contact: PipeContact) -> None:
+    spec = RunSpec.model_validate_json(task.spec)
+    prepare_node(spec, task.ranks, contact, quiet=task.quiet)
+
+
+def _train(task: Train, contact: PipeContact, keeper: Keeper) -> None:
+    spec, world = RunSpec.model_validate_json(task.spec), len(task.seats)
+    node = task.seats[task.rank]
+    place = Place(task.rank, world, task.seats.count(node), node)
+    name_process(f"rank {task.rank}")
+    if task.url is not None:
+        contact.groups = tuple(spec.plan.groups())
+        dist.init_process_group(
+            "nccl" if spec.plan.cluster.device == "cuda" else "gloo",
+            init_method=task.url,
+            rank=task.rank,
+            world_size=world,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    if task.seats.index(node) == task.rank:
+        compile_ahead(spec, place.local_world, contact)
+    try:
+        run_worker(spec, place, contact, keeper)
+    finally:
+        unbind_groups(contact.groups)
+
+
+def _release() -> None:
+    """Leave the process groups, whose peers are thereby released, and free the run's tensors."""
+    if dist.is_initialized():
+        leave_groups()
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing in a process that has not used CUDA
+
+
+class PipeContact:
+    """A rank's connection to the driver, through the pipe to its node's actor.
+
+    Attributes:
+        groups: names of the process groups of the current task.
+        flushed: set when the node's actor has answered `Flush`.
+        aborted, lingers: as in `Contact`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.groups: tuple[str, ...] = ()
+        self.aborted, self.lingers = threading.Event(), False
+        self._sending = threading.Lock()
+        self._request = Request.NONE
+        self.flushed = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(self, message: Any) -> None:
+        """Send a message to the node's actor."""
+        with self._sending:
+            self._connection.send(message)
+
+    def request(self, request: Request) -> None:
+        """Receive the pending request of the run."""
+        self._request = request
+
+    def write(self, kind: str, **data: Any) -> None:
+        self.send(Event(kind, data, time.time()))
+
+    def flush(self) -> None:
+        self.flushed.clear()
+        self.send(Flush())
+        self.flushed.wait(_FLUSH_SECONDS)
+
+    def asked(self) -> Request:
+        return self._request
+
+    def met(self, request: Request) -> None:
+        if self._request is request:
+            self._request = Request.NONE
+            self.send(Met(request))
+
+    def printed(self, text: str) -> None:
+        """Send output of this process."""
+        self.send(Printed(text))
+
+    def report(self, activity: Activity) -> None:
+        self._closed.clear()
+        self._thread = threading.Thread(
+            target=self._beat, args=(activity,), name="contact", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _beat(self, activity: Activity) -> None:
+        self.send(activity.now())
+        while not self._closed.wait(BEAT_SECONDS):
+            self.send(activity.now())
