@@ -57,6 +57,7 @@ LAYERS = [
     "launching.data",
     "launching.sinks",
     "launching.worker",
+    "launching.ranks",
     "launching.cluster",
     "launching.api",
     "freezing",

@@ -100,6 +100,17 @@ def _is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
 
 
+def private_ray_names(text: str) -> list[str]:
+    """Return "line: name" for each private name of Ray that `text` uses."""
+    imported, used = read(text)
+    return [
+        f"{line}: {name}"
+        for line, name in (*imported, *used)
+        if name.split(".")[0] == "ray"
+        and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    ]
+
+
 def python_blocks(page: str) -> list[str]:
     """Return the Python examples of a page, given by its path from the root."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -27,6 +27,7 @@ from tests.house.source import (
     STAGES,
     face_files,
     imports,
+    private_ray_names,
     private_torch_names,
     stage_files,
 )
@@ -254,6 +255,27 @@ def test_a_private_name_of_torch_is_seen(line: str) -> None:
 )
 def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
     assert private_torch_names(line) == []
+
+
+def test_private_names_of_ray_are_not_used() -> None:
+    files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
+    files += (ROOT / "benchmarks").rglob("*.py")
+    names = {
+        path.relative_to(ROOT).as_posix(): private_ray_names(path.read_text()) for path in files
+    }
+    assert {name: used for name, used in names.items() if used} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ray._private.state",
+        "from ray._raylet import GcsClient",
+        "ray._private.worker.global_worker",
+    ],
+)
+def test_a_private_name_of_ray_is_seen(line: str) -> None:
+    assert len(private_ray_names(line)) >= 1
 
 
 def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
