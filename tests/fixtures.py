@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from tests.fork_servers import end_servers
 from tests.hostile.prepared import make_base
 from tests.launch.tiny import tiny_job
 from tests.launch.tiny import write_rows as write_tiny_rows
@@ -38,13 +39,16 @@ def cache_dir(
     tests starts the fork server of its ranks while the first tests run.
     """
     folder = run_folder(tmp_path_factory) / "cache"
+    runtime = tmp_path_factory.mktemp("runtime")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
         patch.setenv("TRAINLOAD_CACHE_DIR", str(folder))
         patch.setenv("TRAINLOAD_STATE_DIR", str(folder.with_name("state")))
         if request.session.testscollected > MANY:
             fork_server()
             forkserver.ensure_running()
         yield folder
+        end_servers(runtime)
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +62,7 @@ def ray_cluster(cache_dir: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # the default is 15: next to busy processes a run took longer than pytest's ten minutes
         patch.setenv("RAY_worker_niceness", "0")
-        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
-        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from Ray

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.laws.processes import ray_workers
+from tests.laws.processes import rank_pids
 from tests.laws.runs import TOLERANCE, Run, curve, difference, ranks, train, wait_for_step
 
 import trainload
@@ -176,10 +176,11 @@ def killed(on_ray: OnRay) -> RunResult:
 
     def kill(event: Event) -> None:
         if event.kind == "step" and event.data["step"] >= chosen and not victims:
-            victims.append(random.choice(ray_workers()))
+            victims.append(random.choice(rank_pids(run_dir)[0]))
             os.kill(victims[0], signal.SIGKILL)
 
-    where: dict[str, Any] = {"run_dir": on_ray.folder / "killed", "on_event": kill}
+    run_dir = on_ray.folder / "killed"
+    where: dict[str, Any] = {"run_dir": run_dir, "on_event": kill}
     result = trainload.launch(
         on_ray.package, on_ray.plan(2, "zero3"), on_ray.data, **where, **on_ray.options("killed.tl")
     )
@@ -212,3 +213,8 @@ def test_a_ray_worker_that_is_killed_changes_no_bit(
     assert started_at(killed.run_dir)[1] >= on_ray.every
     assert curve(killed.run_dir) == curve(whole)
     assert killed.output_digest == trainload.open(on_ray.folder / "whole.tl").digest
+
+
+def test_the_other_rank_stays_for_the_next_attempt(killed: RunResult) -> None:
+    first, second = rank_pids(killed.run_dir)
+    assert len(set(first) & set(second)) == 1

@@ -152,14 +152,12 @@ def test_a_node_that_gets_sigterm_is_saved_from_at_once(story: Story) -> None:
     assert story.warned.data["message"].endswith(
         ": a checkpoint is written; no other node is available yet"
     )
-    assert 0 < story.warned.data["seconds_left"] <= DRAIN_SECONDS
     assert story.seconds_to_warn < 15
 
 
 def test_a_run_goes_to_a_node_that_comes_after_the_warning(story: Story) -> None:
     assert story.left.data["node"] == story.warned.data["node"]
     assert "the run moves to other nodes, with a checkpoint" in story.left.data["message"]
-    assert 0 < story.left.data["seconds_left"] < story.warned.data["seconds_left"]
 
 
 def test_ray_waits_for_the_run_to_leave_and_no_longer(story: Story) -> None:

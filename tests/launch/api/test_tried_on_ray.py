@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayError, WorkerCrashedError
 
 from trainload.core.errors import ClusterError, TrainingError
+from trainload.launching.cluster import tasks
+from trainload.launching.cluster.reservation import DevicesTakenError
 from trainload.launching.cluster.tasks import tried_out
 from trainload.launching.run.run_spec import RunSpec
 
@@ -30,6 +33,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[RayError], list[str]]:
 
         cancelled: list[str] = []
         monkeypatch.setattr("ray.remote", lambda **options: lambda function: task)
+        monkeypatch.setattr(tasks, "reserved", lambda *devices: nullcontext())
         monkeypatch.setattr("ray.get", get)
         monkeypatch.setattr("ray.cancel", lambda reference, force: cancelled.append(reference))
         return cancelled
@@ -64,4 +68,15 @@ def test_one_that_fails_in_rays_words_is_told_of_by_the_last_line(
 ) -> None:
     fail(error)
     with pytest.raises(TrainingError, match=f"(?s)node here: the trial step failed.*{said}"):
+        tried_out(SPEC, "here", 1)
+
+
+def test_devices_that_something_else_has_taken_meanwhile_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reserved(*devices: object) -> None:
+        raise DevicesTakenError("here")
+
+    monkeypatch.setattr(tasks, "reserved", reserved)
+    with pytest.raises(ClusterError, match=r"node here with CPUs: .*all devices are in use"):
         tried_out(SPEC, "here", 1)

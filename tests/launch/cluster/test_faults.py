@@ -57,5 +57,5 @@ def test_a_node_that_is_lost_is_noticed_and_another_one_is_taken(
 ) -> None:
     row = rows["node lost, elastic from 1 to 2"]
     assert "is gone, with rank 1" in row["said"]
-    assert row["seconds_to_notice"] < 15.0
+    assert row["seconds_to_notice"] < 5.0
     assert row["worlds"] == [2, 1, 2]

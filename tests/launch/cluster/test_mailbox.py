@@ -1,4 +1,4 @@
-"""Messages of workers reach the driver exactly once, even if responses are lost."""
+"""Messages of ranks reach the driver exactly once, even if responses are lost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from trainload.launching.cluster import mailbox as module
-from trainload.launching.cluster.mailbox import Collected, Mailbox, RayContact
+from trainload.core.errors import DataError, StorageError
+from trainload.launching.cluster import relay as module
+from trainload.launching.cluster.mailbox import Beat, Collected, Mailbox, NodeReport
+from trainload.launching.cluster.relay import Relay
+from trainload.launching.ranks.rank_messages import Met, Printed
+from trainload.launching.run.activity import Doing, Phase
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event
 
@@ -21,17 +25,27 @@ def steps(*numbers: int) -> list[Event]:
     return [Event("step", {"step": number}, float(number)) for number in numbers]
 
 
+def report(
+    *numbers: int,
+    printed: str = "",
+    met: list[Request] | None = None,
+    failure: Any = None,
+    beats: list[Beat] | None = None,
+) -> NodeReport:
+    return NodeReport(
+        steps(*numbers), beats or [], {0: printed} if printed else {}, met or [], failure
+    )
+
+
 @pytest.fixture
 def box() -> Mailbox:
-    found = Mailbox()
-    found.begin(1)
-    return found
+    mailbox = Mailbox()
+    mailbox.begin(1)
+    return mailbox
 
 
-def test_what_is_acknowledged_is_not_handed_out_again(box: Mailbox) -> None:
-    box.tell(1, "rank 0", 0, steps(0, 1), None)
-    box.hear(1, 0, "one\n")
-    box.meet(1, Request.CHECKPOINT)
+def test_acknowledged_messages_are_not_returned_again(box: Mailbox) -> None:
+    box.report(1, "node", 1, report(0, 1, printed="one\n", met=[Request.CHECKPOINT]))
     first = box.collect(NONE, 0, 0)
     second = box.collect(NONE, 2, first.number)
     assert (first.events, first.printed, first.met) == (
@@ -42,15 +56,10 @@ def test_what_is_acknowledged_is_not_handed_out_again(box: Mailbox) -> None:
     assert (second.events, second.printed, second.met) == ([], {}, [])
 
 
-def test_what_the_driver_has_not_heard_of_is_handed_out_again_with_what_came_since(
-    box: Mailbox,
-) -> None:
-    box.tell(1, "rank 0", 0, steps(0, 1), None)
-    box.hear(1, 0, "one\n")
-    box.meet(1, Request.CHECKPOINT)
+def test_unacknowledged_messages_are_returned_again_with_new_ones(box: Mailbox) -> None:
+    box.report(1, "node", 1, report(0, 1, printed="one\n", met=[Request.CHECKPOINT]))
     lost = box.collect(NONE, 0, 0)
-    box.tell(1, "rank 0", 2, steps(2), None)
-    box.hear(1, 0, "two\n")
+    box.report(1, "node", 2, report(2, printed="two\n"))
     found = box.collect(NONE, 0, 0)
     assert found.number > lost.number
     assert (found.events, found.printed, found.met) == (
@@ -60,34 +69,64 @@ def test_what_the_driver_has_not_heard_of_is_handed_out_again_with_what_came_sin
     )
 
 
-def test_an_answer_that_was_lost_is_not_acknowledged_by_an_earlier_one(box: Mailbox) -> None:
-    box.tell(1, "rank 0", 0, steps(0), None)
+def test_a_lost_response_is_not_acknowledged_by_an_earlier_one(box: Mailbox) -> None:
+    box.report(1, "node", 1, report(0))
     first = box.collect(NONE, 0, 0)
-    box.tell(1, "rank 0", 1, steps(1), None)
+    box.report(1, "node", 2, report(1))
     box.collect(NONE, 1, first.number)
     assert box.collect(NONE, 1, first.number).events == steps(1)
 
 
-def test_events_that_were_handed_out_survive_the_beginning_of_another_attempt(box: Mailbox) -> None:
-    box.tell(1, "rank 0", 0, steps(0), None)
+def test_collected_events_survive_the_beginning_of_another_attempt(box: Mailbox) -> None:
+    box.report(1, "node", 1, report(0))
     box.collect(NONE, 0, 0)
     box.begin(2)
     assert box.collect(NONE, 0, 0).events == steps(0)
 
 
-def test_what_was_handed_out_stays_as_it_was(box: Mailbox) -> None:
-    box.tell(1, "rank 0", 0, steps(0), None)
+def test_a_response_does_not_change_later(box: Mailbox) -> None:
+    box.report(1, "node", 1, report(0))
     first: Collected = box.collect(NONE, 0, 0)
-    box.tell(1, "rank 0", 1, steps(1), None)
+    box.report(1, "node", 2, report(1))
     box.collect(NONE, 0, 0)
     assert first.events == steps(0)
 
 
-def test_events_are_counted_once_however_often_they_are_handed_out(box: Mailbox) -> None:
-    box.tell(1, "rank 0", 0, steps(0, 1), None)
-    box.collect(NONE, 0, 0)
-    box.collect(NONE, 0, 0)
-    assert box.tell(1, "rank 0", 0, steps(0, 1, 2), None) == (NONE, 3, 0)
+def test_a_repeated_report_counts_once(box: Mailbox) -> None:
+    box.report(1, "node", 1, report(0, 1, printed="one\n"))
+    assert box.report(1, "node", 1, report(0, 1, printed="one\n")) == (NONE, 2, 0)
+    assert box.collect(NONE, 0, 0).printed == {0: "one\n"}
+
+
+def test_reports_of_two_nodes_have_numbers_of_their_own(box: Mailbox) -> None:
+    box.report(1, "a", 1, report(0))
+    assert box.report(1, "b", 1, report(1)) == (NONE, 2, 0)
+
+
+def test_reports_of_an_earlier_attempt_are_dropped(box: Mailbox) -> None:
+    box.begin(2)
+    box.report(1, "node", 1, report(0, failure=DataError("late")))
+    collected = box.collect(NONE, 0, 0)
+    assert (collected.events, collected.failure) == ([], None)
+
+
+def test_the_first_failure_of_an_attempt_counts(box: Mailbox) -> None:
+    first = DataError("first")
+    box.report(1, "a", 1, report(failure=first))
+    box.report(1, "b", 1, report(failure=StorageError("second")))
+    assert box.collect(NONE, 0, 0).failure is first
+
+
+def test_a_fulfilled_request_is_no_longer_pending(box: Mailbox) -> None:
+    box.collect(Request.CHECKPOINT, 0, 0)
+    assert box.report(1, "node", 1, report())[0] is Request.CHECKPOINT
+    assert box.report(1, "node", 2, report(met=[Request.CHECKPOINT]))[0] is NONE
+
+
+def test_the_age_of_a_heartbeat_includes_its_time_on_the_node(box: Mailbox) -> None:
+    beat = Beat(0, "node", 1, Doing(Phase.STEP, step=3), age=5.0)
+    box.report(1, "node", 1, report(beats=[beat]))
+    assert box.collect(NONE, 0, 0).beats[0].age >= 5.0
 
 
 class Call:
@@ -99,60 +138,85 @@ class Call:
 
 class Actor:
     def __init__(self, box: Mailbox) -> None:
-        self.tell = Call(box.tell)
+        self.report = Call(box.report)
+
+
+class Rank:
+    """A rank without a process, which stores the messages that it receives."""
+
+    def __init__(self) -> None:
+        self.number, self.pid = 0, 7
+        self.received: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.received.append(message)
 
 
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Flags for the next responses: true if the response is lost. Later responses arrive."""
-    found: list[bool] = []
+    """Flags for the next responses: True if the response is lost. Later responses arrive."""
+    flags: list[bool] = []
 
     def get(call: Callable[[], Any], timeout: float) -> Any:
         answer = call()
-        if found and found.pop(0):
+        if flags and flags.pop(0):
             raise GetTimeoutError("no answer")
         return answer
 
     monkeypatch.setattr("ray.get", get)
-    monkeypatch.setattr(module, "_SEND_SECONDS", 0.01)
     monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.5)
-    return found
+    return flags
 
 
-def contact(box: Mailbox) -> RayContact:
-    return RayContact(Actor(box), 1, 0, "rank 0", 1, "node")  # type: ignore[arg-type]  # not a Ray actor
+@pytest.fixture
+def relay(box: Mailbox, lost: list[bool], monkeypatch: pytest.MonkeyPatch) -> Relay:
+    """A relay whose thread does not run: reports are sent by `flush` and by tests."""
+    monkeypatch.setattr(Relay, "_run", lambda self: None)
+    return Relay(Actor(box), 1, "node")  # type: ignore[arg-type]  # not a Ray actor
 
 
-def test_a_flush_waits_for_the_journal_though_answers_get_lost(
-    box: Mailbox, lost: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_a_flush_waits_for_the_journal_even_if_responses_get_lost(
+    box: Mailbox, relay: Relay, lost: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = contact(box)
-    worker.write("step", step=0)
+    relay.receive(Rank(), *steps(0))
     lost += [True, True]
     written: list[int] = []
 
     def sleep(seconds: float) -> None:
         if not lost and not written:
-            found = box.collect(NONE, 0, 0)
-            written.append(len(found.events))
-            box.collect(NONE, len(found.events), found.number)
+            collected = box.collect(NONE, 0, 0)
+            written.append(len(collected.events))
+            box.collect(NONE, len(collected.events), collected.number)
 
     monkeypatch.setattr("time.sleep", sleep)
-    worker.flush()
+    relay.flush()
     assert written == [1]
 
 
-def test_a_flush_gives_up_where_nobody_answers(box: Mailbox, lost: list[bool]) -> None:
-    worker = contact(box)
-    worker.write("step", step=0)
+def test_a_flush_gives_up_if_nobody_responds(relay: Relay, lost: list[bool]) -> None:
+    relay.receive(Rank(), *steps(0))
     began = time.monotonic()
     lost += [True] * 1000
-    worker.flush()
+    relay.flush()
     assert time.monotonic() - began >= 0.5
 
 
-def test_a_lost_answer_asks_for_nothing_new(box: Mailbox, lost: list[bool]) -> None:
-    worker = contact(box)
+def test_a_report_is_repeated_until_it_is_acknowledged(
+    box: Mailbox, relay: Relay, lost: list[bool]
+) -> None:
+    rank = Rank()
+    relay.receive(rank, *steps(0))
+    relay.receive(rank, Printed("one\n"))
+    relay.receive(rank, Met(Request.CHECKPOINT))
     lost += [True]
-    assert worker._send(1.0, beats=False) is None
-    assert worker._send(1.0, beats=False) == (NONE, 0, 0)
+    assert relay.send(1.0) is None
+    relay.receive(rank, *steps(1))
+    relay.receive(rank, Printed("two\n"))
+    assert relay.send(1.0) == (NONE, 1, 0)
+    assert relay.send(1.0) == (NONE, 2, 0)
+    collected = box.collect(NONE, 0, 0)
+    assert (collected.events, collected.printed, collected.met) == (
+        steps(0, 1),
+        {0: "one\ntwo\n"},
+        [Request.CHECKPOINT],
+    )

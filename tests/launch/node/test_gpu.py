@@ -98,7 +98,6 @@ def ray_cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own warnings
             ray.init(

