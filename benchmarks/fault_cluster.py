@@ -45,12 +45,7 @@ class Nodes:
     """
 
     def __init__(self, count: int) -> None:
-        os.environ.update(
-            RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
-            RAY_CHDIR_TO_TRIAL_DIR="0",
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-        )
-        os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             self._port = one.getsockname()[1]
@@ -84,10 +79,16 @@ class Nodes:
 
     def drain(self, node_id: str, seconds: float) -> None:
         """Send the preemption notice that a cloud provider sends before it takes a machine back."""
-        from ray._raylet import GcsClient
-
-        client = GcsClient(address=self._cluster.address)
-        client.drain_node(node_id, 2, "preempted", int((time.time() + seconds) * 1000))
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
+                *("--address", self.address, "--node-id", node_id),
+                *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "preempted"),
+                *("--deadline-remaining-seconds", str(round(seconds))),
+            ],
+            check=True,
+            capture_output=True,
+        )
 
     def restart(self, seconds: float) -> None:
         """Shut the cluster down and restart it at the same address with as many nodes."""

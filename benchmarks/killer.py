@@ -1,4 +1,4 @@
-"""Kill Ray workers with SIGKILL at planned moments of a run, and report the actual moment.
+"""Kill ranks of a run on Ray with SIGKILL at planned moments, and report the actual moment.
 
 A moment such as the publication of a checkpoint lasts a few milliseconds. Therefore the workers are
 first stopped (SIGSTOP), which does not affect their state; if the disk then shows another moment
@@ -27,8 +27,10 @@ LOOK_SECONDS = 0.0005
 COMPILING = ".part"
 """Suffix of incomplete folders in the cache of compiled graphs."""
 WAIT_SECONDS = 0.02
-WORKER_TITLES = (b"ray::RayTrainWorker", b"ray::execute.")
-"""Process titles of Ray's training workers: idle, and while they execute a function."""
+WORKER_NAME = "rank"
+"""Beginning of the names of processes of ranks."""
+SERVER_NAME = "trainload forks"
+"""Name of the process from which ranks are forked."""
 Found = TypeVar("Found")
 MOMENTS = ("compile", "step", "write", "publish")
 
@@ -112,11 +114,12 @@ class Killer(threading.Thread):
         else:
             self._await_step()
             self._pause(chance.uniform(0.0, 1.0))
+        workers = worker_pids()  # it takes longer than a checkpoint's publication
         while True:
             self._await(lambda: self._sees(kill.moment), LOOK_SECONDS)
             if kill.moment == "write":
                 self._pause(chance.uniform(0.0, 0.02))
-            with self._stopped() as workers:
+            with _stopped(workers):
                 if self._sees(kill.moment) and workers:
                     pid, rank = self._victim(kill, chance, workers)
                     at = time.time()
@@ -140,20 +143,6 @@ class Killer(threading.Thread):
         rank = 0 if kill.moment == "publish" else chance.randrange(len(ranks))
         assert ranks[rank] in workers, f"the journal names {ranks}, there are {workers}"
         return ranks[rank], rank
-
-    @contextmanager
-    def _stopped(self) -> Iterator[list[int]]:
-        """Stop the workers within the context; the surviving ones continue afterwards."""
-        workers = worker_pids()
-        for pid in workers:
-            _signal(pid, signal.SIGSTOP)
-        for pid in workers:
-            _await_stop(pid)
-        try:
-            yield workers
-        finally:
-            for pid in workers:
-                _signal(pid, signal.SIGCONT)
 
     # State on disk
 
@@ -243,22 +232,19 @@ class _Ended(Exception):
 
 
 def worker_pids() -> list[int]:
-    """Return the sorted pids of training workers in the Ray cluster that this process started."""
-    parents: dict[int, int] = {}
-    named: list[int] = []
+    """Return the sorted pids of ranks on this machine."""
+    pids = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):
-                parents[int(entry)] = int(_stat(Path("/proc", entry))[1])
-                if Path(f"/proc/{entry}/cmdline").read_bytes().startswith(WORKER_TITLES):
-                    named.append(int(entry))
-    return sorted(pid for pid in named if os.getpid() in _ancestors(pid, parents))
+                parent = _stat(Path("/proc", entry))[1]
+                if _name(entry).startswith(WORKER_NAME) and _name(parent) == SERVER_NAME:
+                    pids.append(int(entry))
+    return sorted(pids)
 
 
-def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
-    while pid in parents:
-        pid = parents[pid]
-        yield pid
+def _name(pid: str) -> str:
+    return Path("/proc", pid, "comm").read_text().rstrip()
 
 
 def _holds_lock(pid: int, folder: Path) -> bool:
@@ -267,12 +253,26 @@ def _holds_lock(pid: int, folder: Path) -> bool:
     One worker of a node compiles its graphs, so no other process waits with the lock open.
     """
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+        for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(FileNotFoundError):
-                target = os.readlink(entry.path)
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
                 if target.startswith(f"{folder}/") and target.endswith(".lock"):
                     return True
     return False
+
+
+@contextmanager
+def _stopped(workers: Sequence[int]) -> Iterator[None]:
+    """Stop workers within the context; the surviving ones continue afterwards."""
+    for pid in workers:
+        _signal(pid, signal.SIGSTOP)
+    for pid in workers:
+        _await_stop(pid)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            _signal(pid, signal.SIGCONT)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -282,10 +282,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def _await_stop(pid: int) -> None:
     """Return once all threads of a process are stopped or the process is gone."""
+    tasks = Path(f"/proc/{pid}/task")
     with suppress(FileNotFoundError, ProcessLookupError):
-        while any(
-            _state(Path(task.path)) not in "TtZX" for task in os.scandir(f"/proc/{pid}/task")
-        ):
+        while any(_state(tasks / task) not in "TtZX" for task in os.listdir(tasks)):
             time.sleep(0.0002)
 
 
