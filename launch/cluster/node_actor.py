@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from trainload.core.errors import TrainingError
 from trainload.launching.cluster.relay import Relay
 from trainload.launching.ranks.fork_server import Child, ForkServer
 from trainload.launching.ranks.rank_messages import Abort, Finished, Prepare, Train
@@ -71,6 +72,7 @@ class NodeActor:
     def __init__(self, node: str, idle_seconds: float) -> None:
         self._node = node
         self._devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self._idle_seconds = idle_seconds
         self._server = ForkServer.connect(idle_seconds)
         self._ranks: list[_Rank] = []
         self._idle: dict[int, _Rank] = {}
@@ -130,7 +132,7 @@ class NodeActor:
         """Kill ranks, also those that are stopped."""
         for rank in self._ranks:
             if rank.number in ranks:
-                rank.child.kill()
+                rank.kill()
 
     def release(self, keep: bool) -> None:
         """End the attempt. Ranks that end in time, and did not fail, are kept for the next one.
@@ -150,8 +152,7 @@ class NodeActor:
             if is_done and not rank.has_ended and (keep or rank in at_work or not rank.failure):
                 self._idle[index] = rank
             else:
-                rank.child.kill()
-                rank.child.exit_status()
+                rank.kill()
         if relay is not None:
             relay.close()
 
@@ -164,7 +165,7 @@ class NodeActor:
         for rank in ranks:
             rank.child.kill()
         for rank in ranks:
-            rank.child.exit_status()
+            rank.kill()
         if relay is not None:
             relay.close()
 
@@ -176,7 +177,12 @@ class NodeActor:
         environment = {}
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices.split(",")[index]
-        return _Rank(self._server.fork("rank", environment))
+        try:
+            return _Rank(self._server.fork("rank", environment))
+        except TrainingError:  # the server has been killed
+            self._server.close()
+            self._server = ForkServer.connect(self._idle_seconds)
+            return _Rank(self._server.fork("rank", environment))
 
 
 class _Rank:
@@ -199,7 +205,8 @@ class _Rank:
         self.has_ended = False
         self._relay: Relay | None = None
         self._lock = threading.Lock()
-        threading.Thread(target=self._receive, name="rank", daemon=True).start()
+        self._thread = threading.Thread(target=self._receive, name="rank", daemon=True)
+        self._thread.start()
 
     @property
     def pid(self) -> int:
@@ -222,6 +229,11 @@ class _Rank:
                 self.finished.clear()
         with contextlib.suppress(OSError):
             self.child.connection.send(message)
+
+    def kill(self) -> None:
+        """Kill the process, and wait until its end is known."""
+        self.child.kill()
+        self._thread.join()
 
     def _receive(self) -> None:
         while True:

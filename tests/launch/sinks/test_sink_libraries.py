@@ -14,7 +14,7 @@ from trainload.launching.sinks.sink import check_sink_libraries
 LIBRARIES: dict[SinkName, tuple[str, str]] = {
     "tensorboard": ("tensorboardX", "tensorboard"),
     "mlflow": ("mlflow", "mlflow"),
-    "prometheus": ("ray.util.metrics", "ray"),
+    "prometheus": ("ray", "ray"),
 }
 """Sink -> the module that it needs, and the extra that installs it."""
 

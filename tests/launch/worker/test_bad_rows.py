@@ -266,7 +266,7 @@ def test_an_error_of_making_the_graphs_is_told_as_one(
     def built_for(*_: object) -> None:
         raise ValueError("Cannot view a tensor")
 
-    monkeypatch.setattr("trainload.launching.worker.loop.built_for", built_for)
+    monkeypatch.setattr("trainload.launching.worker.preparation.built_for", built_for)
     with pytest.raises(
         TrainingError,
         match=(

@@ -1,0 +1,92 @@
+"""Which processes a node's actor keeps for the next attempt, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fork_servers import end_servers
+
+from trainload.launching.cluster import node_actor as module
+from trainload.launching.cluster.node_actor import AttemptArgs, NodeActor
+
+ARGS = AttemptArgs("{}", None, 1, ("here", "there", "here"))
+
+
+class NoRelay:
+    """A relay that forwards nothing."""
+
+    def __init__(self, *_: Any) -> None:
+        self.ranks: list[Any] = []
+
+    def add(self, rank: Any) -> None:
+        self.ranks.append(rank)
+
+    def receive(self, rank: Any, message: object) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of the socket of these tests' server."""
+    folder = tmp_path_factory.mktemp("runtime")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
+        end_servers(folder)
+
+
+@pytest.fixture
+def actor(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeActor]:
+    monkeypatch.setattr(module, "Relay", NoRelay)
+    actor = NodeActor("here", 1000.0)
+    yield actor
+    actor.end()
+    actor._server.close()
+
+
+def pids(actor: NodeActor) -> list[int]:
+    return [rank.pid for rank in actor._ranks]
+
+
+def test_it_starts_the_ranks_of_its_node(actor: NodeActor) -> None:
+    failures = actor.prepare(ARGS, quiet=True)
+    assert [rank.number for rank in actor._ranks] == [0, 2]
+    assert list(failures) == [0]  # "{}" is no run
+    assert not failures[0].died
+
+
+def kill_and_release(actor: NodeActor) -> None:
+    actor.kill([2])
+    actor.release(keep=True)
+
+
+KEPT: dict[str, tuple[Callable[[NodeActor], None], list[bool]]] = {
+    "a rank elsewhere has died": (lambda actor: actor.release(keep=True), [True, True]),
+    "no rank has died": (lambda actor: actor.release(keep=False), [False, True]),
+    "rank 2 has died": (kill_and_release, [True, False]),
+    "the attempt was ended by force": (lambda actor: actor.end(), [False, False]),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_ranks_that_are_not_at_fault_stay(actor: NodeActor, case: str) -> None:
+    actor.prepare(ARGS, quiet=True)
+    before = pids(actor)
+    leave, stay = KEPT[case]
+    leave(actor)
+    actor.prepare(ARGS, quiet=True)
+    assert [old == new for old, new in zip(before, pids(actor), strict=True)] == stay
+
+
+def test_a_fork_server_that_was_killed_is_replaced(actor: NodeActor, runtime: Path) -> None:
+    actor.prepare(ARGS, quiet=True)
+    end_servers(runtime)
+    for rank in actor._ranks:
+        rank.child.exit_status()
+    assert list(actor.prepare(ARGS, quiet=True)) == [0]
