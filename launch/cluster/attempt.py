@@ -71,6 +71,7 @@ class Attempt:
         self._raylets: dict[str, Address] = {}
         self.seats = tuple(seats)
         self.error: Exception | None = None
+        self._is_over = False
         self.trains = threading.Event()
         self.ended = threading.Event()
         threading.Thread(target=self._run, name="attempt", daemon=True).start()
@@ -84,6 +85,7 @@ class Attempt:
         """End the attempt if it is not over, and wait for its end."""
         if self.ended.is_set():
             return
+        self._is_over = True
         ends = [actor.end.remote() for actor in self._actors.values()]
         ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
         if not self.ended.wait(_END_SECONDS):
@@ -100,6 +102,7 @@ class Attempt:
     def _execute(self) -> None:
         self._raylets = raylets_of(set(self.seats))
         self._actors = self._crew.seat(self.seats)
+        self._check_not_over()
         self._call(
             {
                 node: actor.prepare.remote(self._args, number > 0)
@@ -110,6 +113,7 @@ class Attempt:
         url = None
         if len(self.seats) > 1:
             url = ray.get(self._actors[self.seats[0]].rendezvous_url.remote())
+        self._check_not_over()
         self.trains.set()
         self._call(
             {node: actor.train.remote(self._args, url) for node, actor in self._actors.items()},
@@ -147,14 +151,25 @@ class Attempt:
         if failures or pending:
             # ranks that raised an error are the victims of those that died, if any did
             keep = any(failure.died for failure in failures.values())
-            ends = [
-                actor.release.remote(keep)
+            ends = {
+                actor.release.remote(keep): node
                 for node, actor in self._actors.items()
                 if node not in dead
-            ]
-            ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
-            self._crew.release(dead)
+            }
+            _, stuck = ray.wait(list(ends), num_returns=len(ends), timeout=_END_SECONDS)
+            if not self._is_over:  # else they may serve the next attempt already
+                self._crew.release([*dead, *(ends[reference] for reference in stuck)])
             raise AttemptError(failures, tuple(dead))
+
+    def _check_not_over(self) -> None:
+        """Check that the attempt was not ended meanwhile, in which case nobody watches it.
+
+        Raises:
+            AttemptError: it was.
+        """
+        if self._is_over:
+            self._crew.release(list(self._actors))
+            raise AttemptError({}, ())
 
     def _died_with(self, node: str, why: str) -> dict[int, RankFailure]:
         return {rank: RankFailure(died=True, text=why) for rank in self._args.ranks_on(node)}

@@ -44,11 +44,9 @@ class Crew:
 
     def nodes(self) -> list[Node]:
         """Return the nodes of the cluster, with the devices of the crew counted as free."""
+        own = {node: member.devices for node, member in list(self._members.items())}
         return [
-            replace(node, free=node.free + self._members[node.id].devices)
-            if node.id in self._members
-            else node
-            for node in nodes_of(self._device)
+            replace(node, free=node.free + own.get(node.id, 0)) for node in nodes_of(self._device)
         ]
 
     def seat(self, seats: Sequence[str]) -> dict[str, Any]:

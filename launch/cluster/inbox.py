@@ -12,6 +12,7 @@ from trainload.core.errors import TrainloadError
 from trainload.launching.cluster.buffered_journal import BufferedJournal
 from trainload.launching.cluster.mailbox import Beat, Collected
 from trainload.launching.run.contact import Request, withdraw
+from trainload.launching.run.driver import CheckDriver
 
 LOST_SECONDS = 30.0
 """Time without a response after which a cluster is considered lost."""
@@ -28,6 +29,7 @@ class Inbox:
         collect: calls the mailbox.
         run_dir: the run's folder.
         journal: the run's journal.
+        check_driver: raises LeaseLostError if another process drives the run.
         clock: function that returns the time in seconds.
 
     Attributes:
@@ -39,11 +41,13 @@ class Inbox:
         collect: Collect,
         run_dir: Path,
         journal: BufferedJournal,
+        check_driver: CheckDriver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._collect = collect
         self._run_dir = run_dir
         self._journal = journal
+        self._check_driver = check_driver
         self._clock = clock
         self._number = 0
         self._silent_since: float | None = None
@@ -85,5 +89,6 @@ class Inbox:
         self._journal.keep(collected.printed)
         self.beats = collected.beats or self.beats
         if collected.met:
+            self._check_driver()
             withdraw(self._run_dir, *collected.met)
         return collected.beats, collected.failure

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import pickle
 import signal
 import socket
 import threading
@@ -20,10 +20,12 @@ import ray
 from trainload.core.errors import TrainingError
 from trainload.launching.cluster.relay import Relay
 from trainload.launching.ranks.fork_server import Child, ForkServer
-from trainload.launching.ranks.rank_messages import Abort, Finished, Prepare, Train
+from trainload.launching.ranks.rank_messages import Abort, Failing, Finished, Prepare, Train
 
 GRACE_SECONDS = 3.0
 """Time to wait for further failures after the first one, which may be a consequence of theirs."""
+_END_SECONDS = 5.0
+"""Time to wait for the end of a process that was killed."""
 _ABORT_SECONDS = 2.0
 """Time in which ranks must end their task after another rank has failed."""
 
@@ -71,7 +73,7 @@ class NodeActor:
 
     def __init__(self, node: str, idle_seconds: float) -> None:
         self._node = node
-        self._devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self._devices = _gpus_of_this_actor()
         self._idle_seconds = idle_seconds
         self._server = ForkServer.connect(idle_seconds)
         self._ranks: list[_Rank] = []
@@ -101,6 +103,7 @@ class NodeActor:
         ranks[0].send(Prepare(args.spec, numbers, quiet))
         failures = _wait_for(ranks[:1])
         self._prepared = None if failures else work
+        relay.flush()
         return failures
 
     def rendezvous_url(self) -> str:
@@ -147,12 +150,16 @@ class NodeActor:
         for rank in at_work:
             rank.send(Abort())
         until = time.monotonic() + _ABORT_SECONDS
+        doomed = []
         for index, rank in enumerate(ranks):
             is_done = rank.finished.wait(max(0.0, until - time.monotonic()))
             if is_done and not rank.has_ended and (keep or rank in at_work or not rank.failure):
                 self._idle[index] = rank
             else:
-                rank.kill()
+                rank.child.kill()
+                doomed.append(rank)
+        for rank in doomed:
+            rank.kill()
         if relay is not None:
             relay.close()
 
@@ -174,9 +181,7 @@ class NodeActor:
         kept = self._idle.pop(index, None)
         if kept is not None and not kept.has_ended:
             return kept
-        environment = {}
-        if self._devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self._devices.split(",")[index]
+        environment = {"CUDA_VISIBLE_DEVICES": self._devices[index]} if self._devices else {}
         try:
             return _Rank(self._server.fork("rank", environment))
         except TrainingError:  # the server has been killed
@@ -227,34 +232,35 @@ class _Rank:
             if isinstance(message, Prepare | Train):
                 self.failure = None
                 self.finished.clear()
-        with contextlib.suppress(OSError):
-            self.child.connection.send(message)
+            with contextlib.suppress(OSError):  # its end is about to be reported
+                self.child.connection.send(message)
 
     def kill(self) -> None:
-        """Kill the process, and wait until its end is known."""
+        """Kill the process, and wait for a limited time until its end is known."""
         self.child.kill()
-        self._thread.join()
+        self._thread.join(_END_SECONDS)
 
     def _receive(self) -> None:
         while True:
             try:
                 message = self.child.connection.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError, pickle.UnpicklingError):
+                self.child.kill()
                 break
             relay = self._relay
             assert relay is not None, "it has no task before it serves an attempt"
-            if isinstance(message, Finished):
+            if isinstance(message, Failing):
                 if message.error is not None:
                     relay.fail(message.error)
-                if message.text:
-                    self.failure = RankFailure(died=False, text=message.text)
+                self.failure = RankFailure(died=False, text=message.text)
+            elif isinstance(message, Finished):
                 self.finished.set()
             else:
                 relay.receive(self, message)
         status = self.child.exit_status() or 0
         with self._lock:
             self.has_ended = True
-            if not self.finished.is_set() or self.failure is None:
+            if self.failure is None:
                 text = (
                     f"killed by signal {-status} ({signal.Signals(-status).name})"
                     if status < 0
@@ -264,16 +270,19 @@ class _Rank:
             self.finished.set()
 
 
+def _gpus_of_this_actor() -> list[str]:
+    """Return the GPUs that Ray has given to this actor, as CUDA_VISIBLE_DEVICES names them."""
+    if not ray.is_initialized():
+        return []
+    return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
+
 def _wait_for(ranks: Sequence[_Rank]) -> dict[int, RankFailure]:
     """Wait until all ranks have finished their task, or one has failed; return the failures."""
     until = float("inf")
     while True:
         pending = [rank for rank in ranks if not rank.finished.is_set()]
-        failures = {
-            rank.number: rank.failure
-            for rank in ranks
-            if rank.finished.is_set() and rank.failure is not None
-        }
+        failures = {rank.number: rank.failure for rank in ranks if rank.failure is not None}
         if not pending or any(each.died for each in failures.values()):
             return failures
         if failures and until == float("inf"):

@@ -50,6 +50,9 @@ class RayCluster:
         )
         return collected
 
+    def release(self) -> None:
+        self._crew.close()
+
     def close(self) -> None:
         self._crew.close()
         ray.kill(self._mailbox)

@@ -82,8 +82,10 @@ class Relay:
         self._thread.start()
 
     def add(self, rank: RelayedRank) -> None:
-        """Add a rank, which receives the requests of the driver."""
-        self._ranks.append(rank)
+        """Add a rank, which receives the pending request, and those that follow."""
+        with self._lock:
+            self._ranks.append(rank)
+            rank.send(self._request)  # in place of what a kept process has from its last attempt
 
     def receive(self, rank: RelayedRank, message: object) -> None:
         """Receive a message of a rank."""
@@ -140,15 +142,27 @@ class Relay:
             self._wake.wait(REPORT_SECONDS)
             self._wake.clear()
             answer = self.send(_ANSWER_SECONDS)
-            if answer is not None and answer[0] is not self._request:
-                self._request = answer[0]
-                for rank in self._ranks:
-                    rank.send(self._request)
+            if answer is not None:
+                self._pass_on(answer[0])
             self._closed.wait(_SEND_SECONDS)
 
+    def _pass_on(self, request: Request) -> None:
+        with self._lock:
+            if request is self._request:
+                return
+            self._request = request
+            for rank in self._ranks:
+                rank.send(request)
+
     def send(self, timeout: float) -> tuple[Request, int, int] | None:
-        """Send a report; return the response of the mailbox, or None if there is none."""
+        """Send a report, or an earlier one again that was not acknowledged.
+
+        Returns:
+            The response of the mailbox to a new report; None if there is none, or to an earlier
+            report, which lacks the newest messages.
+        """
         with self._sending:
+            is_repeated = self._report is not None
             with self._lock:
                 now = time.monotonic()
                 beats = [
@@ -171,4 +185,4 @@ class Relay:
             except RayError:  # the driver is unreachable: the report is repeated later
                 return None
             self._report = None
-            return answer
+            return None if is_repeated else answer  # there may be newer events

@@ -141,6 +141,7 @@ class Placing(State):
                 hint=f"Continue on the available nodes with: {run.resume_command()} --workers N",
             )
         if waited > _GRACE_SECONDS:
+            run.cluster.release()  # another run may wait for them, and hold what this one needs
             self._report(f"for {least.world_size} free {name}s; by node there are {free}")
 
     def _report(self, message: str) -> None:
@@ -363,7 +364,7 @@ TRANSITIONS: Final[Mapping[type[State], frozenset[type[State]]]] = {
     Preparing: frozenset({Running, Resizing, Stopping, Recovering, Placing, Ended}),
     Running: frozenset({Resizing, Stopping, Recovering, Placing, Ended}),
     Resizing: frozenset({Placing, Stopping, Recovering, Ended}),
-    Stopping: frozenset({Recovering, Ended}),
+    Stopping: frozenset({Placing, Recovering, Ended}),
     Recovering: frozenset({Placing}),
     Ended: frozenset(),
 }

@@ -20,7 +20,7 @@ from trainload.launching.run.activity import Phase
 from trainload.launching.run.contact import Request, asked_by_file
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
-from trainload.launching.run.monitor import Hang, Monitor
+from trainload.launching.run.monitor import Hang, Monitor, in_words
 from trainload.launching.run.run_spec import RunSpec, resume_command
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plans.plan import Plan
@@ -67,8 +67,11 @@ class AnyCluster(Protocol):
     def collect(self, request: Request, written: int, number: int) -> Collected:
         """Collect messages; see `Mailbox.collect`."""
 
+    def release(self) -> None:
+        """Release the nodes of the last attempt, so that others may use them."""
+
     def close(self) -> None:
-        """Release the nodes."""
+        """Release the nodes, and end the mailbox."""
 
 
 class SupervisedRun:
@@ -102,7 +105,7 @@ class SupervisedRun:
         self.clock = clock
         self.run_dir = Path(spec.run_dir)
         self.journal = BufferedJournal(self.run_dir, on_event, check_driver)
-        self.inbox = Inbox(cluster.collect, self.run_dir, self.journal, clock)
+        self.inbox = Inbox(cluster.collect, self.run_dir, self.journal, check_driver, clock)
         self.retries = Retries(spec.max_failures, spec.storage_patience, clock)
         self.lost: set[str] = set()
         self.stop_requested = False
@@ -214,6 +217,7 @@ class WatchedAttempt:
             run.clock,
         )
         self._until = float("inf")
+        self._trains_since: float | None = None
         self.hang: Hang | None = None
         self.error: TrainloadError | None = None
 
@@ -226,6 +230,22 @@ class WatchedAttempt:
         """True if all ranks have reported that they have started."""
         beats = self._run.inbox.beats
         return bool(beats) and all(beat.doing.phase is not Phase.STARTING for beat in beats)
+
+    def _silence(self) -> Hang | None:
+        """Return a hang of all ranks if they train, and none has reported within the time in which
+        it must.
+        """
+        run = self._run
+        if not self.attempt.trains.is_set() or self._monitor.doing:
+            return None
+        now = run.clock()
+        if self._trains_since is None:
+            self._trains_since = now
+        waited = now - self._trains_since
+        if waited <= max(run.spec.start_timeout, run.spec.hang_timeout):
+            return None
+        ranks = tuple(range(run.spec.plan.world_size))
+        return Hang(ranks, f"{in_words(ranks)} never reported", waited, {})
 
     def watch(self, request: Request) -> bool:
         """Receive messages, and kill ranks that hang.
@@ -246,7 +266,7 @@ class WatchedAttempt:
             return not run.inbox.silent
         if self._until == float("inf"):
             if self.error is None:
-                self.hang = self._monitor.hang()
+                self.hang = self._monitor.hang() or self._silence()
             if self.hang is not None:
                 run.check_driver()
                 self.attempt.kill(self.hang.ranks)

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -95,6 +96,7 @@ class ForkServer:
         self._children: dict[int, Child] = {}
         self._early: dict[int, int] = {}
         self._children_lock = threading.Lock()
+        self._has_ended = False
         self._reader = threading.Thread(target=self._read, name="fork server", daemon=True)
         self._reader.start()
 
@@ -149,13 +151,19 @@ class ForkServer:
                 pid = self._replies.get()
             except OSError:
                 pid = None
-        if pid is None:
+        if pid is None or pid < 0:
             ours.close()
-            raise TrainingError("the process from which ranks are forked has ended")
+            raise TrainingError(
+                "the process from which ranks are forked has ended"
+                if pid is None
+                else "no process can be forked: the user's limit of processes is reached"
+            )
         child = Child(pid, Connection(ours.detach()))
         with self._children_lock:
             if pid in self._early:
                 child.set_status(self._early.pop(pid))
+            elif self._has_ended:
+                child.set_status(-signal.SIGKILL)
             else:
                 self._children[pid] = child
         return child
@@ -177,6 +185,7 @@ class ForkServer:
                     self._replies.put(message["pid"])
         self._replies.put(None)
         with self._children_lock:
+            self._has_ended = True
             for child in self._children.values():  # the server ends them with the connection
                 child.set_status(-signal.SIGKILL)
             self._children.clear()
@@ -268,8 +277,11 @@ class _Server:
                         self._end(key.data, key.fd)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        check_peer(connection)
+        try:
+            connection, _ = self._listener.accept()
+            check_peer(connection)
+        except OSError:  # another user, or too many connections
+            return
         client = _Client(connection)
         client.report({"server": os.getpid()})
         self._clients[connection.fileno()] = client
@@ -282,12 +294,18 @@ class _Server:
             self._leave(client)
             return
         data, descriptors = request
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes
+            pid = -1
         if pid == 0:
             self._close_in_child()
             _run_rank(descriptors, _Request(**json.loads(data)))
         for descriptor in descriptors:
             os.close(descriptor)
+        if pid == -1:
+            client.report({"pid": -1})
+            return
         descriptor = os.pidfd_open(pid)
         client.children[descriptor] = pid
         self._selector.register(descriptor, selectors.EVENT_READ, client)
@@ -359,6 +377,7 @@ def _run_rank(descriptors: list[int], request: _Request) -> None:
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.environment)
+        tempfile.tempdir = None  # so that TMPDIR of this environment counts
         status = main(Connection(connection))
     finally:
         with contextlib.suppress(BaseException):

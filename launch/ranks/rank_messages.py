@@ -50,11 +50,21 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """Message: a task has ended; `error` is the exception that ended it, `text` its last line."""
+class Failing:
+    """Message: an exception ends the task.
 
-    error: TrainloadError | None = None
-    text: str = ""
+    Attributes:
+        error: the exception, if it is one of trainload.
+        text: its last line.
+    """
+
+    error: TrainloadError | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Message: a task has ended, and nothing of it is left but what is kept on purpose."""
 
 
 @dataclass(frozen=True, slots=True)

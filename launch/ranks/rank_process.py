@@ -23,6 +23,7 @@ from trainload.launching.ranks.ahead import compile_ahead
 from trainload.launching.ranks.output import forward_output
 from trainload.launching.ranks.rank_messages import (
     Abort,
+    Failing,
     Finished,
     Flush,
     Flushed,
@@ -52,9 +53,12 @@ def main(connection: Connection) -> int:
     tasks: queue.SimpleQueue[Prepare | Train] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, contact, tasks), daemon=True).start()
     while True:
-        finished = _execute(tasks.get(), contact, keeper)
+        failure = _execute(tasks.get(), contact, keeper)
+        # first of all, since what follows may fail as well, and then the process ends
+        if failure is not None:
+            contact.send(failure)
         _release()
-        contact.send(finished)
+        contact.send(Finished())
         if contact.lingers:
             return 0
 
@@ -62,24 +66,28 @@ def main(connection: Connection) -> int:
 def _receive(
     connection: Connection, contact: PipeContact, tasks: queue.SimpleQueue[Prepare | Train]
 ) -> None:
-    while True:
-        try:
+    status = 1
+    try:
+        while True:
             message = connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # the node's actor is gone, or does not need this rank any more
-        if isinstance(message, Request):
-            contact.request(message)
-        elif isinstance(message, Flushed):
-            contact.flushed.set()
-        elif isinstance(message, Abort):
-            contact.aborted.set()
-            abort_groups(contact.groups)
-        else:
-            contact.aborted.clear()
-            tasks.put(message)
+            if isinstance(message, Request):
+                contact.request(message)
+            elif isinstance(message, Flushed):
+                contact.flushed.set()
+            elif isinstance(message, Abort):
+                contact.aborted.set()
+                abort_groups(contact.groups)
+            else:
+                contact.aborted.clear()
+                tasks.put(message)
+    except (EOFError, OSError):
+        status = 0  # the node's actor is gone, or does not need this rank any more
+    finally:
+        os._exit(status)  # without this thread the rank would hear nothing
 
 
-def _execute(task: Prepare | Train, contact: PipeContact, keeper: Keeper) -> Finished:
+def _execute(task: Prepare | Train, contact: PipeContact, keeper: Keeper) -> Failing | None:
+    """Execute a task; return how it has failed."""
     try:
         with (
             forward_output(contact.printed),
@@ -91,14 +99,15 @@ def _execute(task: Prepare | Train, contact: PipeContact, keeper: Keeper) -> Fin
             else:
                 _train(task, contact, keeper)
     except RunInterrupted:
-        return Finished()  # the driver reports it
+        return None  # the driver reports it
     except TrainloadError as error:
-        return Finished(error, str(error))
+        # its traceback would keep the tensors and groups of the task
+        return Failing(error.with_traceback(None), str(error))
     except Exception as error:  # noqa: BLE001  # reported to the driver; its traceback is in the log
-        return Finished(None, traceback.format_exception_only(error)[-1].strip())
+        return Failing(None, traceback.format_exception_only(error)[-1].strip())
     finally:
         contact.close()
-    return Finished()
+    return None
 
 
 def _prepare(task: Prepare, contact: PipeContact) -> None:
@@ -113,13 +122,19 @@ def _train(task: Train, contact: PipeContact, keeper: Keeper) -> None:
     name_process(f"rank {task.rank}")
     if task.url is not None:
         contact.groups = tuple(spec.plan.groups())
-        dist.init_process_group(
-            "nccl" if spec.plan.cluster.device == "cuda" else "gloo",
-            init_method=task.url,
-            rank=task.rank,
-            world_size=world,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if spec.plan.cluster.device == "cuda" else "gloo",
+                init_method=task.url,
+                rank=task.rank,
+                world_size=world,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+        except BaseException:
+            # torch has counted a group that it does not have: this process would not find the
+            # others the next time (torch 2.13)
+            contact.lingers = True
+            raise
     if task.seats.index(node) == task.rank:
         compile_ahead(spec, place.local_world, contact)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import socket
 import stat
 import struct
@@ -21,6 +22,7 @@ _IMPORTED_WITH = ("CUDA_HOME", "GLOO", "KMP_", "LD_", "MKL_", "NCCL_", "OMP_", "
 """Beginnings of the names of variables that imported code may have read."""
 _PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
 """Variables that the server does not take from the environment of its first client."""
+_LIMITS = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
 _KEY_DIGITS = 16
 _CREDENTIALS = struct.Struct("3i")
 
@@ -34,10 +36,12 @@ def socket_path() -> Path:
         PermissionError: the folder belongs to another user, or others may write there.
         OSError: it cannot be created.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    # it is removed at the end of the session in which `ray start` was called
+    is_ours = os.path.isdir(runtime) and os.stat(runtime).st_uid == os.getuid()
     folder = (
         Path(runtime, "trainload")
-        if runtime
+        if is_ours
         else Path(tempfile.gettempdir(), f"trainload-{os.getuid()}")
     )
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -81,6 +85,10 @@ def _key() -> str:
             for name, value in sorted(os.environ.items())
             if name.startswith(_IMPORTED_WITH) and name not in _PASSED_ON
         },
+        # ranks have these from their server
+        "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")],
+        "cgroup": Path("/proc/self/cgroup").read_text(),
+        "limits": [resource.getrlimit(each) for each in _LIMITS],
         "code": sorted(_code()),
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:_KEY_DIGITS]
