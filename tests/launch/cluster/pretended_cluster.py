@@ -152,19 +152,20 @@ class PretendedAttempt:
 
     def die(self, *ranks: int) -> None:
         """End with the death of ranks."""
-        self._fail(AttemptError(dict.fromkeys(ranks, RankFailure(died=True, text="killed")), ()))
+        self.fail(AttemptError(dict.fromkeys(ranks, RankFailure(died=True, text="killed")), ()))
 
     def lose(self, node: str) -> None:
         """End with the loss of a node."""
         ranks = [rank for rank, seat in enumerate(self.seats) if seat == node]
-        self._fail(AttemptError(dict.fromkeys(ranks, RankFailure(died=True, text="gone")), (node,)))
+        self.fail(AttemptError(dict.fromkeys(ranks, RankFailure(died=True, text="gone")), (node,)))
 
     def raise_error(self, error: TrainloadError, phase: Phase = Phase.STEP) -> None:
         """End with an error of a rank."""
         self.report(failure=error, phase=phase)
-        self._fail(AttemptError({0: RankFailure(died=False, text=str(error))}, ()))
+        self.fail(AttemptError({0: RankFailure(died=False, text=str(error))}, ()))
 
-    def _fail(self, error: AttemptError) -> None:
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
         if self.at_work:
             self.error = error
             self.end()
@@ -229,6 +230,9 @@ class PretendedCluster:
     def collect(self, request: Request, written: int, number: int) -> Collected:
         self._check()
         return self.mailbox.collect(request, written, number)
+
+    def release(self) -> None:
+        assert not any(attempt.at_work for attempt in self.attempts), "its nodes are in use"
 
     def close(self) -> None:
         self.closed = True

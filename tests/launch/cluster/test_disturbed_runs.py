@@ -31,6 +31,7 @@ from trainload.core.errors import (
     TrainingError,
 )
 from trainload.core.storage.lease import LeaseLostError
+from trainload.launching.cluster.reservation import DevicesTakenError
 from trainload.launching.cluster.states import State
 from trainload.launching.cluster.supervisor import Supervisor
 from trainload.launching.run.contact import Request
@@ -177,6 +178,9 @@ HAPPENINGS: dict[str, Callable[[Disturbance], None]] = {
     "node b leaves": lambda it: it.driver.cluster.leaving.add("b"),
     "node c is taken": lambda it: it.driver.cluster.taken.add("c"),
     "node c is free": lambda it: it.driver.cluster.taken.discard("c"),
+    "devices are taken": lambda it: it.at_work(
+        lambda attempt: attempt.fail(DevicesTakenError("a"))
+    ),
     "storage fails": lambda it: it.at_work(
         lambda attempt: attempt.raise_error(StorageError("no data"))
     ),

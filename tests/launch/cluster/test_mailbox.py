@@ -212,7 +212,7 @@ def test_a_report_is_repeated_until_it_is_acknowledged(
     assert relay.send(1.0) is None
     relay.receive(rank, *steps(1))
     relay.receive(rank, Printed("two\n"))
-    assert relay.send(1.0) == (NONE, 1, 0)
+    assert relay.send(1.0) is None  # the first report again
     assert relay.send(1.0) == (NONE, 2, 0)
     collected = box.collect(NONE, 0, 0)
     assert (collected.events, collected.printed, collected.met) == (
@@ -220,3 +220,24 @@ def test_a_report_is_repeated_until_it_is_acknowledged(
         {0: "one\ntwo\n"},
         [Request.CHECKPOINT],
     )
+
+
+def test_a_rank_that_is_forked_late_receives_the_pending_request(relay: Relay) -> None:
+    relay._pass_on(Request.STOP)
+    rank = Rank()
+    relay.add(rank)
+    assert rank.received == [Request.STOP]
+
+
+def test_a_kept_rank_forgets_the_request_of_its_last_attempt(relay: Relay) -> None:
+    rank = Rank()
+    relay.add(rank)
+    assert rank.received == [NONE]
+
+
+def test_a_request_is_passed_on_once(relay: Relay) -> None:
+    rank = Rank()
+    relay.add(rank)
+    for request in (NONE, Request.STOP, Request.STOP):
+        relay._pass_on(request)
+    assert rank.received == [NONE, Request.STOP]

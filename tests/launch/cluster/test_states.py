@@ -220,6 +220,30 @@ def test_devices_that_were_taken_meanwhile_are_no_failure(driver: Driver) -> Non
     assert driver.messages("failure") == []
 
 
+def test_ranks_that_never_report_hang(driver: Driver) -> None:
+    driver.advance()
+    attempt = driver.cluster.attempt
+    attempt.trains.set()
+    driver.reach(Running)
+    driver.advance(seconds=10 * HANG_SECONDS + 1)
+    driver.reach(Recovering)
+    assert attempt.killed == (0, 1)
+    assert driver.messages("failure")[0].startswith("ranks 0, 1 never reported")
+
+
+def test_a_run_that_stops_while_it_reserves_devices_is_stopped(
+    driver: Driver, tmp_path: Path
+) -> None:
+    driver.advance()
+    (tmp_path / Request.STOP.file).touch()
+    driver.reach(Stopping)
+    driver.cluster.attempt.error = DevicesTakenError("a")
+    driver.cluster.attempt.end()
+    assert isinstance(driver.advance(), Placing)
+    with pytest.raises(RunInterrupted, match="the run was asked to stop"):
+        driver.advance()
+
+
 # Requests
 
 

@@ -14,7 +14,7 @@ from tests.fork_servers import end_servers, server_pids
 
 from trainload.core.errors import TrainingError
 from trainload.launching.ranks.fork_server import Child, ForkServer
-from trainload.launching.ranks.rank_messages import Finished, Prepare
+from trainload.launching.ranks.rank_messages import Failing, Prepare
 from trainload.launching.ranks.server_socket import socket_path
 
 SECONDS = 60.0
@@ -38,12 +38,12 @@ def server(runtime: Path) -> Iterator[ForkServer]:
         yield server
 
 
-def answer(child: Child) -> Finished:
+def answer(child: Child) -> Failing:
     """Return a rank's answer to a task that it cannot do."""
     child.connection.send(TASK)
     while True:
         message = child.connection.recv()
-        if isinstance(message, Finished):
+        if isinstance(message, Failing):
             return message
 
 
