@@ -28,7 +28,7 @@ _NODE_INFO_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connected(address: str | None) -> Iterator[bool]:
     """Connect to a cluster within the context, or use the connection that this process has.
 
     Args:
@@ -36,15 +36,18 @@ def connected(address: str | None) -> Iterator[None]:
             listens on the loopback interface only, and requires its token, which Ray creates and
             stores in ~/.ray/auth_token.
 
+    Yields:
+        True if the cluster ends with the context.
+
     Raises:
         ClusterError: the cluster is not reachable, or rejects this process's token.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        yield
+        yield False
         return
     ray = _connect(address)
     try:
-        yield
+        yield address is None
     finally:
         ray.shutdown()
 

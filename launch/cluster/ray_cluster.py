@@ -15,6 +15,7 @@ from trainload.launching.cluster.reachability import unreachable
 from trainload.launching.cluster.tasks import on_node
 from trainload.launching.run.contact import Request
 from trainload.launching.run.run_spec import RunSpec
+from trainload.sharding.plans.plan import DeviceKind
 
 _LISTEN_SECONDS = 10.0
 
@@ -23,11 +24,12 @@ class RayCluster:
     """The cluster to which this process is connected, for one run; see `AnyCluster`.
 
     Args:
-        spec: the run.
+        device: kind of the run's devices.
+        idle_seconds: time for which a node keeps its fork server after the run.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._crew = Crew(spec.plan.cluster.device, spec.idle_timeout)
+    def __init__(self, device: DeviceKind, idle_seconds: float) -> None:
+        self._crew = Crew(device, idle_seconds)
         here = ray.get_runtime_context().get_node_id()
         self._mailbox: Any = on_node(here)(Mailbox).remote()
 

@@ -23,7 +23,13 @@ from trainload.launching.run.journal import POLL_SECONDS, Event, last_word
 from trainload.launching.run.run_spec import RunSpec
 
 
-def supervise(spec: RunSpec, on_event: Callable[[Event], None], check_driver: CheckDriver) -> None:
+def supervise(
+    spec: RunSpec,
+    on_event: Callable[[Event], None],
+    check_driver: CheckDriver,
+    *,
+    idle_seconds: float,
+) -> None:
     """Drive a run on the cluster to which this process is connected, and which must be large enough
     for its plan, until it has completed its last step.
 
@@ -35,6 +41,7 @@ def supervise(spec: RunSpec, on_event: Callable[[Event], None], check_driver: Ch
         spec: the run. Its folder contains run.json.
         on_event: called with every event after it is in the journal.
         check_driver: raises LeaseLostError if another process drives the run.
+        idle_seconds: time for which a node keeps its fork server after the run.
 
     Raises:
         RunInterrupted: a stop was requested.
@@ -44,7 +51,7 @@ def supervise(spec: RunSpec, on_event: Callable[[Event], None], check_driver: Ch
         LeaseLostError: another process drives the run; journal, state and requests are left to it.
         TrainloadError: an error raised by a rank.
     """
-    cluster = RayCluster(spec)
+    cluster = RayCluster(spec.plan.cluster.device, idle_seconds)
     Supervisor(SupervisedRun(spec, cluster, on_event, check_driver), cluster).run()
 
 

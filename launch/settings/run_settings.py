@@ -55,8 +55,8 @@ class EvaluationSettings(Settings):
     node_patience: Annotated[float, SettingInfo(unit="s")] = Field(default=1800.0, ge=0)
     """Time to wait for nodes that were lost or are in use, and for the cluster to respond."""
     idle_timeout: Annotated[float, SettingInfo(unit="s")] = Field(default=300.0, ge=0)
-    """Time for which a node keeps the process from which its ranks were forked, so that the next
-    launch there starts sooner. On Ray.
+    """Time for which a node of a cluster keeps the process from which its ranks were forked, so
+    that the next launch there starts sooner. On Ray.
     """
     overrides: Overrides = Overrides()
     """Changes of what the package trains.
