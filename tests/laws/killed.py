@@ -126,7 +126,8 @@ def kill_after(seconds: float) -> None:
 def packages(folder: Path, seed: int, package: Path, children: int) -> None:
     """Run children that each write a package, then one with new weights next to it.
 
-    Half of them are killed at an operation, half after a time.
+    Half of them are killed at an operation, the first two at the first and the last one; half after
+    a time.
     """
     on_one_core()
     rng, source = random.Random(seed), trainload.open(package)
@@ -146,7 +147,8 @@ def packages(folder: Path, seed: int, package: Path, children: int) -> None:
     operations, seconds = measured(write_into(folder / "measured"), folder / "measured")
     for number in range(children):
         place = folder / str(number)
-        at, after = rng.randint(1, len(operations)), rng.uniform(0.0, seconds)
+        at = {0: 1, 2: len(operations)}.get(number, rng.randint(1, len(operations)))
+        after = rng.uniform(0.0, seconds)
         arm = partial(kill_at, place, at) if number % 2 == 0 else partial(kill_after, after)
         killed = child(write_into(place), arm)
         visible = [path for path in sorted(place.iterdir()) if not path.name.startswith(".")]
