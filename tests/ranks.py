@@ -6,10 +6,8 @@ an interpreter would take seconds.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from trainload.core.processes import end_with_parent
 from trainload.launching.node.process_groups import leave_groups
 
 PRELOADED = (
@@ -33,8 +32,6 @@ PRELOADED = (
 )
 SECONDS = 500.0
 """Time limit of a process: below pytest's own, and far above what any needs on a busy machine."""
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def fork_server() -> ForkServerContext:
@@ -146,7 +143,7 @@ def _run_rank(
 ) -> NoReturn:
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        end_with_parent()
         _in_group(act, rank, world, folder)
         code = 0
     except BaseException:  # noqa: BLE001  # a forked child must not continue with what its parent does

@@ -8,15 +8,14 @@ It is a separate process with the lowest priority, which ends with the worker th
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 
+from trainload.core.processes import end_with_parent
 from trainload.launching.node.build import can_compile, compile_build
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.cache import default_cache_dir
@@ -25,7 +24,6 @@ from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.worker.preparation import set_threads
 
-_DIE_WITH_PARENT = 1
 _LEAST_PRIORITY = 19
 
 
@@ -62,7 +60,7 @@ def compile_ahead(spec: RunSpec, local_world: int, contact: Contact) -> None:
 
 def main() -> None:
     """Compile the graphs for all plans of the request on stdin."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    end_with_parent()
     os.nice(_LEAST_PRIORITY)
     request = json.load(sys.stdin)
     spec = RunSpec.model_validate(request["spec"])

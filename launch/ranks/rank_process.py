@@ -18,6 +18,7 @@ import torch.distributed as dist
 from trainload.autograd_trace.derivation.named_groups import unbind_groups
 from trainload.core.credentials import no_secrets_raised
 from trainload.core.errors import RunInterrupted, TrainloadError
+from trainload.core.processes import name_process
 from trainload.launching.node.process_groups import abort_groups, leave_groups
 from trainload.launching.ranks.ahead import compile_ahead
 from trainload.launching.ranks.output import forward_output
@@ -32,7 +33,6 @@ from trainload.launching.ranks.rank_messages import (
     Printed,
     Train,
 )
-from trainload.launching.ranks.this_process import name_process
 from trainload.launching.run.activity import Activity
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event, tracebacks_to

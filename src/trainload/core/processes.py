@@ -1,7 +1,8 @@
-"""Process identity, detection of ended processes, and termination signals."""
+"""Process identity and names, detection of ended processes, and termination signals."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -9,6 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def name_process(name: str) -> None:
+    """Name this process, as `ps -o comm` and `top` show it. Linux keeps the first 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process receive a signal when the thread of its parent ends that started it."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def this_process() -> str:

@@ -4,7 +4,6 @@ the cluster is lost.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, err
 from trainload.core.errors import LostClusterError
-from trainload.core.processes import unignored_handlers
+from trainload.core.processes import end_with_parent, unignored_handlers
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
 
 KEPT = "TRAINLOAD_KEPT"
 """Environment variable that is set in a supervised driver."""
-_DEATH_OF_PARENT = 1
 _PAUSE_SECONDS = 2.0
 _MOST_LOSSES = 3
 
@@ -36,7 +34,7 @@ def is_kept() -> bool:
 def stop_with_parent() -> None:
     """Make SIGTERM, and the death of the supervisor, stop the run of this supervised driver."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
 
 
 def keep(
