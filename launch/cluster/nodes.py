@@ -76,15 +76,6 @@ def nodes_of(device: DeviceKind) -> list[Node]:
     return sorted(nodes, key=lambda node: node.id)
 
 
-def draining_nodes() -> set[str]:
-    """Return the ids of nodes that are about to be removed.
-
-    Raises:
-        RayError: the cluster does not respond.
-    """
-    return {node.node_id for node in _node_infos() if node.node_status == _DRAINING}
-
-
 def _node_infos() -> list[Any]:
     """Return Ray's `NodeInfo` of every node that is alive."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)

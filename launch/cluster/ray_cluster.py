@@ -10,7 +10,7 @@ import ray
 from trainload.launching.cluster.attempt import Attempt
 from trainload.launching.cluster.crew import Crew
 from trainload.launching.cluster.mailbox import Collected, Mailbox
-from trainload.launching.cluster.nodes import Node, draining_nodes
+from trainload.launching.cluster.nodes import Node
 from trainload.launching.cluster.reachability import unreachable
 from trainload.launching.cluster.tasks import on_node
 from trainload.launching.run.contact import Request
@@ -35,9 +35,6 @@ class RayCluster:
 
     def nodes(self) -> list[Node]:
         return self._crew.nodes()
-
-    def draining(self) -> Collection[str]:
-        return draining_nodes()
 
     def unreachable(self, nodes: Collection[str]) -> set[str]:
         return unreachable(nodes)

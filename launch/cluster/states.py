@@ -24,7 +24,6 @@ from trainload.core.errors import (
     CheckpointError,
     ClusterError,
     MissingDataError,
-    RunInterrupted,
     StorageError,
     TrainingError,
     TrainloadError,
@@ -175,29 +174,24 @@ class Attempting(State):
             return Stopping(run, self.watched)
         return self.next(is_time=is_time)
 
-    @abstractmethod
     def next(self, *, is_time: bool) -> State:
         """Return the next state while the attempt continues; `is_time` is True once per second."""
+        return self
 
     def _after(self) -> State:
         """Return the state after the attempt has ended."""
         run = self.run
+        self.watched.attempt.end()
         if isinstance(self.watched.attempt.error, DevicesTakenError):
-            self.watched.attempt.end()
             return Placing(run)
         failure = self._failure()
-        self.watched.attempt.end()
         if failure is not None:
             return Recovering(run, failure)
-        if not run.journal.ended:
-            if run.stop_requested:
-                raise RunInterrupted(
-                    "the run was interrupted",
-                    where=str(run.run_dir),
-                    hint=f"Continue with: {run.resume_command()}",
-                )
-            return Placing(run)
-        return Ended(run)
+        if run.journal.ended:
+            return Ended(run)
+        if run.stop_requested:
+            raise run.stop_error("the run was interrupted")
+        return Placing(run)
 
     def _failure(self) -> Failure | None:
         """Return why the attempt has failed; None if it has not.
@@ -212,7 +206,6 @@ class Attempting(State):
             return failure
         if run.journal.stepped and isinstance(error, _TRANSIENT_ERRORS):
             return Failure("storage", str(error), cause=error)
-        self.watched.attempt.end()
         raise error
 
 
@@ -224,13 +217,18 @@ class _OnNodes(Attempting):
         self._warned: set[str] = set()
         self._larger_since: float | None = None
 
-    def watch_nodes(self) -> State:
+    def next(self, *, is_time: bool) -> State:
+        return self._watch_nodes() if is_time else self
+
+    def _watch_nodes(self) -> State:
         """Return Resizing if the run moves to other nodes now, else this state."""
         run = self.run
-        draining = set(run.cluster.draining()) & set(self.watched.attempt.seats)
+        nodes = run.cluster.nodes()
+        leaving = {node.id for node in nodes if node.leaving}
+        draining = leaving & set(self.watched.attempt.seats)
         news = draining - self._warned
         self._warned |= news
-        moves = bool(draining) and run.journal.stepped and self._room() is not None
+        moves = bool(draining) and run.journal.stepped and self._room(nodes) is not None
         for node in sorted(draining if moves else news):
             run.journal.write(
                 "preemption",
@@ -242,25 +240,25 @@ class _OnNodes(Attempting):
                     else "a checkpoint is written; no other node is available yet"
                 ),
             )
-        if moves or self._is_larger_since_long():
+        if moves or self._is_larger_since_long(nodes):
             return Resizing(run, self.watched)
         if news:
             with logged_suppress(_log, "no checkpoint was requested before the move", OSError):
                 (run.run_dir / Request.CHECKPOINT.file).touch()
         return self
 
-    def _room(self) -> int | None:
+    def _room(self, nodes: list[Node]) -> int | None:
         """Return how many ranks there would be room for if this attempt were over."""
-        fit = self.run.largest_fit(self.run.cluster.nodes())
+        fit = self.run.largest_fit(nodes)
         return None if fit is None else fit[0].world_size
 
-    def _is_larger_since_long(self) -> bool:
+    def _is_larger_since_long(self, nodes: list[Node]) -> bool:
         """Return True if there has been room for more ranks for a while."""
         run = self.run
         if not run.spec.plans or not self.watched.is_training:
             self._larger_since = None
             return False
-        room = self._room()
+        room = self._room(nodes)
         if room is None or room <= run.spec.plan.world_size:
             self._larger_since = None
         elif self._larger_since is None:
@@ -274,14 +272,11 @@ class Preparing(_OnNodes):
     def next(self, *, is_time: bool) -> State:
         if self.watched.attempt.trains.is_set():
             return Running(self.run, self.watched)
-        return self.watch_nodes() if is_time else self
+        return super().next(is_time=is_time)
 
 
 class Running(_OnNodes):
     """The ranks train."""
-
-    def next(self, *, is_time: bool) -> State:
-        return self.watch_nodes() if is_time else self
 
 
 class Resizing(Attempting):
@@ -289,17 +284,11 @@ class Resizing(Attempting):
 
     request = Request.STOP
 
-    def next(self, *, is_time: bool) -> State:
-        return self
-
 
 class Stopping(Attempting):
     """The ranks write a checkpoint and end, and so does the run."""
 
     request = Request.STOP
-
-    def next(self, *, is_time: bool) -> State:
-        return self
 
 
 class Recovering(State):

@@ -20,7 +20,7 @@ from trainload.launching.run.activity import Phase
 from trainload.launching.run.contact import Request, asked_by_file
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
-from trainload.launching.run.monitor import Hang, Monitor, in_words
+from trainload.launching.run.monitor import Hang, Monitor
 from trainload.launching.run.run_spec import RunSpec, resume_command
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
 from trainload.sharding.plans.plan import Plan
@@ -54,9 +54,6 @@ class AnyCluster(Protocol):
 
     def nodes(self) -> list[Node]:
         """Return the nodes, with the devices that the run uses counted as free."""
-
-    def draining(self) -> Collection[str]:
-        """Return the ids of nodes that are about to be removed."""
 
     def unreachable(self, nodes: Collection[str]) -> set[str]:
         """Return those of these nodes that do not respond within a few seconds."""
@@ -117,10 +114,10 @@ class SupervisedRun:
         self.stop_requested = self.stop_requested or asked_by_file(self.run_dir) is Request.STOP
         return self.stop_requested
 
-    def stop_error(self) -> RunInterrupted:
+    def stop_error(self, message: str = "the run was asked to stop") -> RunInterrupted:
         """Return the error that ends a run that was asked to stop."""
         return RunInterrupted(
-            "the run was asked to stop",
+            message,
             where=str(self.run_dir),
             hint=f"Continue with: {self.resume_command()}",
         )
@@ -200,7 +197,7 @@ class WatchedAttempt:
 
     Attributes:
         attempt: the attempt.
-        hang: why its ranks were killed, if they hung.
+        hang: the hang because of which ranks were killed; None if there was none.
         error: first error that ended a rank.
         doing: rank -> its last reported activity.
     """
@@ -217,7 +214,6 @@ class WatchedAttempt:
             run.clock,
         )
         self._until = float("inf")
-        self._trains_since: float | None = None
         self.hang: Hang | None = None
         self.error: TrainloadError | None = None
 
@@ -231,22 +227,6 @@ class WatchedAttempt:
         beats = self._run.inbox.beats
         return bool(beats) and all(beat.doing.phase is not Phase.STARTING for beat in beats)
 
-    def _silence(self) -> Hang | None:
-        """Return a hang of all ranks if they train, and none has reported within the time in which
-        it must.
-        """
-        run = self._run
-        if not self.attempt.trains.is_set() or self._monitor.doing:
-            return None
-        now = run.clock()
-        if self._trains_since is None:
-            self._trains_since = now
-        waited = now - self._trains_since
-        if waited <= max(run.spec.start_timeout, run.spec.hang_timeout):
-            return None
-        ranks = tuple(range(run.spec.plan.world_size))
-        return Hang(ranks, f"{in_words(ranks)} never reported", waited, {})
-
     def watch(self, request: Request) -> bool:
         """Receive messages, and kill ranks that hang.
 
@@ -259,6 +239,8 @@ class WatchedAttempt:
         run = self._run
         is_over = self.attempt.ended.is_set() or run.clock() >= self._until
         beats, error = run.inbox.receive(request)
+        if self.attempt.trains.is_set():
+            self._monitor.begin()
         for beat in beats:
             self._monitor.hear(beat.rank, beat.doing, beat.age)
         self.error = self.error or error
@@ -266,7 +248,7 @@ class WatchedAttempt:
             return not run.inbox.silent
         if self._until == float("inf"):
             if self.error is None:
-                self.hang = self._monitor.hang() or self._silence()
+                self.hang = self._monitor.hang()
             if self.hang is not None:
                 run.check_driver()
                 self.attempt.kill(self.hang.ranks)

@@ -32,8 +32,8 @@ from pathlib import Path
 import filelock
 
 from trainload.core.errors import TrainingError
+from trainload.core.processes import end_with_parent, name_process
 from trainload.launching.ranks.server_socket import check_peer, short_path, socket_path
-from trainload.launching.ranks.this_process import end_with_parent, name_process
 
 _COMMAND = (
     "import sys; from trainload.launching.ranks.fork_server import serve;"
@@ -181,7 +181,7 @@ class ForkServer:
                 message = json.loads(line)
                 if "status" in message:
                     self._set_status(message["pid"], message["status"])
-                elif "pid" in message:
+                else:
                     self._replies.put(message["pid"])
         self._replies.put(None)
         with self._children_lock:
@@ -283,7 +283,6 @@ class _Server:
         except OSError:  # another user, or too many connections
             return
         client = _Client(connection)
-        client.report({"server": os.getpid()})
         self._clients[connection.fileno()] = client
         self._selector.register(connection, selectors.EVENT_READ, client)
 

@@ -63,7 +63,14 @@ class Monitor:
             Phase.ENDING: saving_timeout,
         }
         self._clock = clock
+        self._start_timeout = start_timeout
+        self._began: float | None = None
         self._ranks: dict[int, _RankProgress] = {}
+
+    def begin(self) -> None:
+        """Expect the first heartbeats from now on, unless this has been called before."""
+        if self._began is None:
+            self._began = self._clock()
 
     def hear(self, rank: int, doing: Doing, age: float = 0.0) -> None:
         """Record a rank's activity, which it reported `age` seconds ago."""
@@ -96,9 +103,9 @@ class Monitor:
             )
         # Ranks wait for each other at every step: as long as one of them makes progress, nothing
         # hangs.
-        if not self._ranks or any(
-            now - progress.moved <= self._limit(progress) for progress in self._ranks.values()
-        ):
+        if not self._ranks:
+            return self._silence(now)
+        if any(now - progress.moved <= self._limit(progress) for progress in self._ranks.values()):
             return None
         unheard = sorted(set(range(self._world)) - set(self._ranks))
         if unheard:  # the ranks that have reported wait for them
@@ -119,6 +126,16 @@ class Monitor:
             "{} made no progress" + ("" if self._world == 1 else ", and the others wait"),
             now,
         )
+
+    def _silence(self, now: float) -> Hang | None:
+        """Return a hang of all ranks if none has reported in time."""
+        if self._began is None:
+            return None
+        waited = now - self._began
+        if waited <= max(self._start_timeout, self._hang_timeout):
+            return None
+        ranks = tuple(range(self._world))
+        return Hang(ranks, f"{in_words(ranks)} never reported", waited, {})
 
     def _limit(self, progress: _RankProgress) -> float:
         return max(self._hang_timeout, self._others.get(progress.doing.phase, 0.0))

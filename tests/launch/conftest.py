@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fork_servers import end_servers
 from tests.launch.checkpoint_places import Kept, s3_kept, use
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 from tests.packaging.places import KEYS, s3_server
@@ -32,6 +33,16 @@ def undisturbed(
         checkpoint_every=CHECKPOINT_EVERY,
         compile=False,
     )
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """XDG_RUNTIME_DIR of a module's tests, whose fork servers end with them."""
+    folder = tmp_path_factory.mktemp("runtime")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
+        end_servers(folder)
 
 
 @pytest.fixture(scope="session")

@@ -69,8 +69,8 @@ def spec_of(run_dir: Path, worlds: Sequence[int] = (2,)) -> RunSpec:
     )
 
 
-class PretendedAttempt:
-    """An attempt whose ranks do what a test says.
+class SimulatedAttempt:
+    """An attempt whose ranks are controlled by a test.
 
     Attributes:
         step: number of steps that the run has completed.
@@ -78,7 +78,7 @@ class PretendedAttempt:
         at_work: True until the attempt is over.
     """
 
-    def __init__(self, cluster: PretendedCluster, number: int, seats: Sequence[str]) -> None:
+    def __init__(self, cluster: SimulatedCluster, number: int, seats: Sequence[str]) -> None:
         self._cluster = cluster
         self._number = number
         self._reports = 0
@@ -101,7 +101,7 @@ class PretendedAttempt:
     def end(self) -> None:
         self.ended.set()
 
-    # What a test may have the ranks do
+    # Actions of the ranks, which tests call
 
     def report(
         self,
@@ -171,7 +171,7 @@ class PretendedAttempt:
             self.end()
 
 
-class PretendedCluster:
+class SimulatedCluster:
     """A cluster of nodes with one CPU each.
 
     Attributes:
@@ -192,13 +192,13 @@ class PretendedCluster:
         self.leaving: set[str] = set()
         self.taken: set[str] = set()
         self.mailbox = Mailbox()
-        self.attempts: list[PretendedAttempt] = []
+        self.attempts: list[SimulatedAttempt] = []
         self.saved = 0
         self.answers = True
         self.closed = False
 
     @property
-    def attempt(self) -> PretendedAttempt:
+    def attempt(self) -> SimulatedAttempt:
         """The last attempt."""
         return self.attempts[-1]
 
@@ -209,20 +209,16 @@ class PretendedCluster:
             for node in sorted(self.listed)
         ]
 
-    def draining(self) -> Collection[str]:
-        self._check()
-        return self.leaving
-
     def unreachable(self, nodes: Collection[str]) -> set[str]:
         return set(nodes) - self.alive
 
-    def start(self, spec: RunSpec, number: int, seats: Sequence[str]) -> PretendedAttempt:
+    def start(self, spec: RunSpec, number: int, seats: Sequence[str]) -> SimulatedAttempt:
         self._check()
         assert not any(attempt.at_work for attempt in self.attempts), "two attempts at a time"
         assert not set(seats) & (self.leaving | self.taken), "a rank is where it must not be"
         assert len(seats) == spec.plan.world_size
         self.mailbox.begin(number)
-        self.attempts.append(PretendedAttempt(self, number, seats))
+        self.attempts.append(SimulatedAttempt(self, number, seats))
         for seat in set(seats) - self.alive:  # Ray does not know yet
             self.attempt.lose(seat)
         return self.attempt
@@ -254,14 +250,14 @@ class PretendedCluster:
 
 
 class Driver:
-    """A run's driver on a pretended cluster, which advances when a test says.
+    """A run's driver on a simulated cluster, which a test advances.
 
     Attributes:
         clock: its clock.
         cluster: its cluster.
         run: its run.
         state: its current state.
-        told: events that it has reported.
+        events: events that it has reported.
     """
 
     def __init__(
@@ -272,10 +268,10 @@ class Driver:
         check_driver: CheckDriver = lambda: None,
     ) -> None:
         self.clock = Clock()
-        self.cluster = PretendedCluster(*nodes)
-        self.told: list[Event] = []
+        self.cluster = SimulatedCluster(*nodes)
+        self.events: list[Event] = []
         self.run = SupervisedRun(
-            spec_of(run_dir, worlds), self.cluster, self.told.append, check_driver, self.clock
+            spec_of(run_dir, worlds), self.cluster, self.events.append, check_driver, self.clock
         )
         self.supervisor = Supervisor(self.run, self.cluster, self._sleep)
         self.state: State = Placing(self.run)
@@ -294,7 +290,7 @@ class Driver:
             self.advance()
         raise AssertionError(f"{state.__name__} was not reached: {self.state}")
 
-    def train(self, steps: int = 1) -> PretendedAttempt:
+    def train(self, steps: int = 1) -> SimulatedAttempt:
         """Reach Running, and complete steps."""
         self.advance()
         self.cluster.attempt.trains.set()
@@ -306,7 +302,7 @@ class Driver:
 
     def messages(self, kind: str) -> list[str]:
         """Return the messages of events of a kind."""
-        return [str(event.data["message"]) for event in self.told if event.kind == kind]
+        return [str(event.data["message"]) for event in self.events if event.kind == kind]
 
     def _sleep(self, seconds: float) -> None:
         self.clock.now += seconds

@@ -1,7 +1,6 @@
-"""Whatever happens to a run, and whenever, its driver takes it to an end for which there is a
-reason.
+"""Runs with random failures at random moments end completely, or with an error that has a cause.
 
-Hypothesis draws what happens before each advance of the driver, on a pretended cluster.
+Hypothesis draws an action before each advance of the driver, on a simulated cluster.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.launch.cluster.pretended_cluster import (
+from tests.launch.cluster.simulated_cluster import (
     HANG_SECONDS,
     MAX_FAILURES,
     PATIENCE,
     STEPS,
     Driver,
-    PretendedAttempt,
+    SimulatedAttempt,
 )
 
 from trainload.core.errors import (
@@ -94,9 +93,9 @@ class Disturbance:
         cluster.alive, cluster.listed = set(NODES), set(NODES)
         cluster.leaving, cluster.taken = set(), set()
         cluster.answers = "the cluster vanishes" not in self.happened
-        self.at_work(PretendedAttempt.take_step)
+        self.at_work(SimulatedAttempt.take_step)
 
-    def at_work(self, act: Callable[[PretendedAttempt], None]) -> None:
+    def at_work(self, act: Callable[[SimulatedAttempt], None]) -> None:
         """Let the ranks do something, if there are any."""
         attempts = self.driver.cluster.attempts
         if attempts and attempts[-1].at_work:
@@ -137,7 +136,7 @@ def lose(disturbance: Disturbance, node: str) -> None:
     """Lose a node. Ray still lists it."""
     disturbance.driver.cluster.alive.discard(node)
 
-    def end(attempt: PretendedAttempt) -> None:
+    def end(attempt: SimulatedAttempt) -> None:
         if node in attempt.seats:
             attempt.lose(node)
 
@@ -152,7 +151,7 @@ def bring(disturbance: Disturbance, node: str) -> None:
 def steps(count: int) -> Callable[[Disturbance], None]:
     def act(disturbance: Disturbance) -> None:
         for _ in range(count):
-            disturbance.at_work(PretendedAttempt.take_step)
+            disturbance.at_work(SimulatedAttempt.take_step)
 
     return act
 
@@ -162,11 +161,11 @@ HAPPENINGS: dict[str, Callable[[Disturbance], None]] = {
     "a second": lambda it: it.pass_time(1.0),
     "a minute": lambda it: it.pass_time(2 * HANG_SECONDS),
     "a long time": lambda it: it.pass_time(PATIENCE + 1),
-    "a heartbeat": lambda it: it.at_work(PretendedAttempt.report),
+    "a heartbeat": lambda it: it.at_work(SimulatedAttempt.report),
     "a step": steps(1),
     "two steps": steps(2),
     "five steps": steps(5),
-    "a checkpoint": lambda it: it.at_work(PretendedAttempt.save),
+    "a checkpoint": lambda it: it.at_work(SimulatedAttempt.save),
     "rank 0 dies": lambda it: it.at_work(lambda attempt: attempt.die(0)),
     "all ranks die": lambda it: it.at_work(lambda attempt: attempt.die(*range(len(attempt.seats)))),
     "node a is lost": lambda it: lose(it, "a"),
@@ -220,7 +219,7 @@ def test_a_disturbed_run_ends_for_a_reason(data: st.DataObject) -> None:
         disturbance = Disturbance(Path(folder))
         error = disturbance.run(data.draw)
         driver, happened = disturbance.driver, set(disturbance.happened)
-        kinds = [event.kind for event in driver.told]
+        kinds = [event.kind for event in driver.events]
         if error is None:
             assert kinds[-1] == "end"
             assert driver.run.journal.summary.step == STEPS
@@ -241,5 +240,5 @@ def test_a_disturbed_run_ends_for_a_reason(data: st.DataObject) -> None:
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=5000, deadline=None)
-def test_so_do_thousands(data: st.DataObject) -> None:
+def test_thousands_of_disturbed_runs_end_for_a_reason(data: st.DataObject) -> None:
     test_a_disturbed_run_ends_for_a_reason.hypothesis.inner_test(data)  # type: ignore[attr-defined]  # of Hypothesis

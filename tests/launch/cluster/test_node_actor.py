@@ -1,4 +1,4 @@
-"""Which processes a node's actor keeps for the next attempt, without Ray."""
+"""Processes that a node's actor keeps for the next attempt, without Ray."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ class NoRelay:
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of the socket of these tests' server."""
-    folder = tmp_path_factory.mktemp("runtime")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield folder
-        end_servers(folder)
 
 
 @pytest.fixture

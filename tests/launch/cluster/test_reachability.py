@@ -1,4 +1,4 @@
-"""Whether nodes can be reached, by the ports of their raylets."""
+"""Reachability of nodes, from the ports of their raylets."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether a run is retried after a failure, and after which pause."""
+"""Retries of a run: the failures that allow them, and the pauses before them."""
 
 from __future__ import annotations
 
 import pytest
-from tests.launch.cluster.pretended_cluster import Clock
+from tests.launch.cluster.simulated_cluster import Clock
 
 from trainload.launching.cluster.retries import LONGEST_PAUSE, Failure, Retries
 

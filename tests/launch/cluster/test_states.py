@@ -1,4 +1,4 @@
-"""States of a supervised run, on a pretended cluster."""
+"""States of a supervised run, on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.launch.cluster.pretended_cluster import (
+from tests.launch.cluster.simulated_cluster import (
     HANG_SECONDS,
     MAX_FAILURES,
     PATIENCE,
@@ -142,7 +142,7 @@ def test_a_driver_whose_storage_does_not_answer_goes_on(
 # Failures
 
 
-def test_a_dead_rank_is_told_and_the_run_restarts(driver: Driver) -> None:
+def test_a_dead_rank_is_reported_and_the_run_restarts(driver: Driver) -> None:
     driver.train().die(1)
     driver.reach(Preparing)
     assert driver.messages("failure") == ["rank 1 died: killed"]
@@ -406,7 +406,7 @@ def test_a_cluster_that_is_silent_for_a_while_is_waited_for(driver: Driver) -> N
     driver.cluster.answers = True
     driver.cluster.attempt.take_step()
     driver.advance()
-    assert len([event for event in driver.told if event.kind == "step"]) == 2
+    assert len([event for event in driver.events if event.kind == "step"]) == 2
 
 
 def test_the_last_messages_of_an_attempt_are_not_missed(driver: Driver) -> None:
@@ -417,7 +417,7 @@ def test_the_last_messages_of_an_attempt_are_not_missed(driver: Driver) -> None:
     assert isinstance(driver.state, Running)
     driver.cluster.answers = True
     driver.reach(Ended)
-    assert driver.told[-1].kind == "end"
+    assert driver.events[-1].kind == "end"
 
 
 def run_whole(driver: Driver) -> None:

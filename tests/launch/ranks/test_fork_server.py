@@ -23,16 +23,6 @@ TASK = Prepare("no run", (0,), quiet=True)
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of the sockets of these tests' servers."""
-    folder = tmp_path_factory.mktemp("runtime")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield folder
-        end_servers(folder)
-
-
-@pytest.fixture(scope="module")
 def server(runtime: Path) -> Iterator[ForkServer]:
     with ForkServer.connect(LONG) as server:
         yield server

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.launch.cluster.pretended_cluster import spec_of
+from tests.launch.cluster.simulated_cluster import spec_of
 
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.worker.preparation import Keeper
