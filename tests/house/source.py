@@ -84,31 +84,20 @@ def dotted(node: ast.AST) -> str | None:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
 
 
-def private_torch_names(text: str) -> list[str]:
-    """Return "line: name" for each private name of torch that `text` uses.
+def private_names(text: str, library: str) -> list[str]:
+    """Return "line: name" for each private name of a library that `text` uses.
 
     Operator namespaces (`torch.ops._c10d_functional`) are public.
     """
     imported, used = read(text)
-    return [f"{line}: {name}" for line, name in (*imported, *used) if _is_private(name)]
+    return [f"{line}: {name}" for line, name in (*imported, *used) if _is_private(name, library)]
 
 
-def _is_private(name: str) -> bool:
+def _is_private(name: str, library: str) -> bool:
     parts = name.split(".")
-    if parts[0] != "torch" or parts[1:2] == ["ops"]:
+    if parts[0] != library or parts[:2] == ["torch", "ops"]:
         return False
     return any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
-
-
-def private_ray_names(text: str) -> list[str]:
-    """Return "line: name" for each private name of Ray that `text` uses."""
-    imported, used = read(text)
-    return [
-        f"{line}: {name}"
-        for line, name in (*imported, *used)
-        if name.split(".")[0] == "ray"
-        and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-    ]
 
 
 def python_blocks(page: str) -> list[str]:

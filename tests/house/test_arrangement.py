@@ -27,8 +27,7 @@ from tests.house.source import (
     STAGES,
     face_files,
     imports,
-    private_ray_names,
-    private_torch_names,
+    private_names,
     stage_files,
 )
 
@@ -224,7 +223,8 @@ def test_a_long_module_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_private_names_of_torch_stay_in_their_modules() -> None:
     files = [*stage_files(), *face_files()]
     names = {
-        path.relative_to(ROOT).as_posix(): private_torch_names(path.read_text()) for path in files
+        path.relative_to(ROOT).as_posix(): private_names(path.read_text(), "torch")
+        for path in files
     }
     assert {name: used for name, used in names.items() if used and name not in PRIVATE_TORCH} == {}
 
@@ -241,7 +241,7 @@ def test_private_names_of_torch_stay_in_their_modules() -> None:
     ],
 )
 def test_a_private_name_of_torch_is_seen(line: str) -> None:
-    assert len(private_torch_names(line)) >= 1
+    assert len(private_names(line, "torch")) >= 1
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_a_private_name_of_torch_is_seen(line: str) -> None:
     ],
 )
 def test_other_names_are_not_taken_for_private_ones(line: str) -> None:
-    assert private_torch_names(line) == []
+    assert private_names(line, "torch") == []
 
 
 def test_private_names_of_ray_are_not_used() -> None:
     files = [*stage_files(), *face_files(), *(ROOT / "tests").rglob("*.py")]
     files += (ROOT / "benchmarks").rglob("*.py")
     names = {
-        path.relative_to(ROOT).as_posix(): private_ray_names(path.read_text()) for path in files
+        path.relative_to(ROOT).as_posix(): private_names(path.read_text(), "ray") for path in files
     }
     assert {name: used for name, used in names.items() if used} == {}
 
@@ -275,7 +275,7 @@ def test_private_names_of_ray_are_not_used() -> None:
     ],
 )
 def test_a_private_name_of_ray_is_seen(line: str) -> None:
-    assert len(private_ray_names(line)) >= 1
+    assert len(private_names(line, "ray")) >= 1
 
 
 def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
