@@ -73,15 +73,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--storage", type=Path, required=True, help="storage path of Ray Train")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--address", default="local", help="address of a Ray cluster")
     arguments = parser.parse_args()
 
     import ray
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(
-        address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-    )
+    own = {"include_dashboard": False} if arguments.address == "local" else {}
+    ray.init(address=arguments.address, log_to_driver=False, logging_level=logging.ERROR, **own)
     config = {
         "here": str(Path(__file__).resolve().parent),
         "data": str(arguments.data.absolute()),

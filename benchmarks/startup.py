@@ -3,8 +3,9 @@
     python benchmarks/startup.py
 
 Measured from the command to the end of its first optimizer step; the script compiles the same
-model. Both start a local Ray cluster and two gloo workers. Cold: the caches of compiled graphs are
-empty. Warm: they are those of the previous run. The systems alternate.
+model. Both train with two gloo workers, on a local Ray cluster that the command starts or on one
+that is up. Cold: the caches of compiled graphs are empty. Warm: they are those of the previous run.
+The systems alternate.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,18 @@ STEPS = 3
 RUN_SECONDS = 900.0
 STRATEGIES = ("zero3", "zero0")
 PEER = "Ray Train, torch.compile"
+LOCAL, UP = "own cluster", "cluster that is up"
+_LOOK_SECONDS = 0.02
+_PROCESSES = {
+    "gcs_server": "Ray's head begins",
+    "raylet": "Ray's node begins",
+    "ray::IDLE": "Ray's first worker is ready",
+    "trainload forks": "the fork server begins to import",
+    "ray::NodeActor": "the node's actor begins",
+    "rank": "a rank is forked",
+    "rank 0": "rank 0 meets the others",
+}
+"""Name of a process -> what its first appearance shows."""
 
 
 class StartError(Exception):
@@ -41,13 +57,23 @@ class Inputs:
     scratch: Path
 
 
-def run(system: str, inputs: Inputs, cache: Path) -> dict[str, float]:
-    """Run one command to its end.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Times of a run in seconds since its command.
 
-    Returns:
-        first_step: seconds from the command to the end of the first step; whole: to its end; for
-        trainload also the duration of its stages in seconds.
+    Attributes:
+        first_step: end of its first step.
+        whole: end of the command.
+        moments: (seconds, what happened first), in order; empty for the script.
     """
+
+    first_step: float
+    whole: float
+    moments: list[tuple[float, str]]
+
+
+def run(system: str, inputs: Inputs, cache: Path, address: str | None) -> Run:
+    """Run one command to its end."""
     folder = Path(tempfile.mkdtemp(dir=inputs.scratch))
     environment = {
         **os.environ,
@@ -55,65 +81,103 @@ def run(system: str, inputs: Inputs, cache: Path) -> dict[str, float]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRAINLOAD_STATE_DIR": str(cache / "state"),
     }
+    out, run_dir = folder / "time", folder / "run"
+    common = ["--data", inputs.data, "--steps", STEPS]
+    there = [] if address is None else ["--address", address]
     if system == PEER:
-        out = folder / "time"
-        options = [
-            "--data",
-            inputs.data,
-            "--out",
-            out,
-            "--storage",
-            folder / "ray",
-            "--steps",
-            STEPS,
-        ]
-        command = [sys.executable, HERE / "peer_ray_train.py", *options]
+        command = [sys.executable, HERE / "peer_ray_train.py", *common, *there]
+        command += ["--out", out, "--storage", folder / "ray"]
     else:
-        strategy = system.rpartition(" ")[2]
-        options = [
-            "--data",
-            inputs.data,
-            "--workers",
-            2,
-            "--strategy",
-            strategy,
-            "--steps",
-            STEPS,
-            "--run-dir",
-            folder / "run",
-            "--json",
-        ]
-        command = [sys.executable, "-m", "trainload", "launch", inputs.package, *options]
+        command = [sys.executable, "-m", "trainload", "launch", inputs.package, *common, *there]
+        command += ["--workers", 2, "--strategy", system.rpartition(" ")[2]]
+        command += ["--run-dir", run_dir, "--json"]
+    output = folder / "output"
     began = time.time()
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=inputs.scratch,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-    )
+    with output.open("wb") as file, seen_processes() as seen:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=inputs.scratch,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            status = process.wait(RUN_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
     whole = time.time() - began
-    if done.returncode != 0:
-        raise StartError(f"{system} ended with status {done.returncode}:\n{done.stdout[-2000:]}")
+    if status != 0:
+        raise StartError(f"{system} ended with status {status}:\n{output.read_text()[-2000:]}")
     if system == PEER:
-        return {"first_step": float(out.read_text()) - began, "whole": whole}
-    return {**_journal(folder / "run", began), "whole": whole}
+        return Run(float(out.read_text()) - began, whole, [])
+    moments = [(when - began, _PROCESSES[name]) for name, when in seen.items()]
+    events = first_events(run_dir)
+    moments += [(when - began, what) for what, when in events.items()]
+    return Run(events["the first step has ended"] - began, whole, sorted(moments))
 
 
-def _journal(run_dir: Path, began: float) -> dict[str, float]:
+def first_events(run_dir: Path) -> dict[str, float]:
+    """Return what the journal says -> its time, in seconds since 1970."""
     from trainload.launching.run.journal import read_events
 
-    events = read_events(run_dir)
-    found = {"first_step": next(event.time for event in events if event.kind == "step") - began}
-    for event in events:
+    found: dict[str, float] = {}
+    for event in read_events(run_dir):
         if event.kind == "start":
-            found["loop begins"] = event.time - began
-        elif event.kind == "stage" and event.data["name"] in ("data", "compile"):
-            found[str(event.data["name"])] = float(event.data["seconds"])
+            found["the loop begins"] = event.time
+        elif event.kind == "step" and event.data["step"] == 0:
+            found["the first step has ended"] = event.time
     return found
+
+
+@contextmanager
+def seen_processes() -> Iterator[dict[str, float]]:
+    """Watch for the first new process of each name of `_PROCESSES` within the context.
+
+    Yields:
+        Name -> time in seconds since 1970 at which it was seen.
+    """
+    before = {path.name for path in Path("/proc").glob("[0-9]*")}
+    seen: dict[str, float] = {}
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            for path in Path("/proc").glob("[0-9]*"):
+                if path.name in before:
+                    continue
+                try:
+                    name = (path / "comm").read_text().strip()
+                except OSError:  # it has ended
+                    continue
+                known = next((each for each in _PROCESSES if name == each[:15]), None)
+                if known is None and name.startswith("ray::NodeActor"):
+                    known = "ray::NodeActor"
+                if known is not None:
+                    seen.setdefault(known, time.time())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
+def cluster_that_is_up() -> Iterator[str]:
+    """Run a Ray cluster of two CPUs within the context. Yields its address."""
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    try:
+        yield str(cluster.address)
+    finally:
+        cluster.shutdown()
 
 
 def prepare_inputs(scratch: Path) -> Inputs:
@@ -138,6 +202,11 @@ def prepare_inputs(scratch: Path) -> Inputs:
     return Inputs(package, made.train, scratch)
 
 
+def waterfall(runs: Sequence[Run]) -> list[tuple[float, str]]:
+    """Return the moments of the run whose first step is the median one."""
+    return sorted(runs, key=lambda each: each.first_step)[len(runs) // 2].moments
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
@@ -149,59 +218,74 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.perf_counter()
     systems = [PEER, *(f"trainload {strategy}" for strategy in STRATEGIES)]
-    figures: dict[str, dict[str, list[dict[str, float]]]] = {
-        system: {"cold": [], "warm": []} for system in systems
+    kinds = [
+        *(["cold"] if arguments.cold else []),
+        *(f"warm, {cluster}" for cluster in (LOCAL, UP) if arguments.warm),
+    ]
+    runs: dict[str, dict[str, list[Run]]] = {
+        system: {kind: [] for kind in kinds} for system in systems
     }
     with tempfile.TemporaryDirectory(prefix="trainload-startup-") as name:
         inputs = prepare_inputs(Path(name))
-        for number in range(arguments.cold + arguments.warm):
-            kind = "cold" if number < arguments.cold else "warm"
+
+        def compare(kind: str, system: str, number: int, address: str | None) -> None:
+            # Each cold run has its own cache; warm runs continue with that of the last cold run.
+            cache = inputs.scratch / f"cache-{number}-{system.replace(' ', '-')}"
+            cache.mkdir(mode=0o700, exist_ok=True)
+            found = run(system, inputs, cache, address)
+            runs[system][kind].append(found)
+            note(f"{system}, {kind}: first step after {found.first_step:.1f} s")
+
+        last = max(arguments.cold - 1, 0)
+        for number in range(arguments.cold):
             for system in systems:
-                # Each cold run has its own cache; warm runs continue with that of the last cold
-                # run.
-                cache = (
-                    inputs.scratch
-                    / f"cache-{min(number, arguments.cold - 1)}-{system.replace(' ', '-')}"
-                )
-                cache.mkdir(mode=0o700, exist_ok=True)
-                try:
-                    found = run(system, inputs, cache)
-                except StartError as error:
-                    note(str(error))
-                    return 1
-                figures[system][kind].append(found)
-                note(f"{system}, {kind}: first step after {found['first_step']:.1f} s")
+                compare("cold", system, number, None)
+        for _ in range(arguments.warm):
+            for system in systems:
+                compare(f"warm, {LOCAL}", system, last, None)
+        if arguments.warm:
+            with cluster_that_is_up() as address:
+                for _ in range(arguments.warm):
+                    for system in systems:
+                        compare(f"warm, {UP}", system, last, address)
     first = {
-        system: {
-            kind: median(run["first_step"] for run in runs) for kind, runs in kinds.items() if runs
-        }
-        for system, kinds in figures.items()
+        system: {kind: median(each.first_step for each in of_kind[kind]) for kind in kinds}
+        for system, of_kind in runs.items()
     }
     ratios = {
-        system: {kind: value / first[PEER][kind] for kind, value in kinds.items()}
-        for system, kinds in first.items()
+        system: {kind: value / first[PEER][kind] for kind, value in of_kind.items()}
+        for system, of_kind in first.items()
         if system != PEER
     }
     rows = [
         (
             system,
-            *(f"{kinds[kind]:.1f}" if kind in kinds else "-" for kind in ("cold", "warm")),
             *(
-                f"{ratios[system][kind]:.2f}" if kind in ratios.get(system, {}) else ""
-                for kind in ("cold", "warm")
+                f"{of_kind[kind]:.1f}"
+                + (f" ({ratios[system][kind]:.2f})" if system in ratios else "")
+                for kind in kinds
             ),
         )
-        for system, kinds in first.items()
+        for system, of_kind in first.items()
     ]
-    columns = ("seconds from command to first step", "cold", "warm", "cold / peer", "warm / peer")
-    screen().print(
-        table("start-up, 2 workers on a local Ray cluster", columns, rows, marked=systems[1:])
-    )
+    title = "start-up, 2 workers: seconds to the first step (ratio to Ray Train)"
+    screen().print(table(title, ("system", *kinds), rows, marked=systems[1:]))
+    falls = {kind: waterfall(runs[systems[1]][kind]) for kind in kinds if kind.startswith("warm")}
+    for kind, moments in falls.items():
+        steps = [(f"{when:.1f}", what) for when, what in moments]
+        screen().print(table(f"{systems[1]}, {kind}", ("seconds", "what"), steps, marked=()))
     settings = {"cold": arguments.cold, "warm": arguments.warm, "workers": 2}
     result: dict[str, Any] = {
         "machine": machine(),
         "settings": settings,
-        "runs": figures,
+        "runs": {
+            system: {
+                kind: [{"first_step": each.first_step, "whole": each.whole} for each in of]
+                for kind, of in of_kind.items()
+            }
+            for system, of_kind in runs.items()
+        },
+        "waterfalls": falls,
         "first_step_seconds": first,
         "ratios": ratios,
     }
@@ -211,4 +295,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except StartError as error:
+        note(str(error))
+        sys.exit(1)

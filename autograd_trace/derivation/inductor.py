@@ -29,6 +29,7 @@ from trainload.autograd_trace.derivation.aot import whole_triton_operators
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
 from trainload.autograd_trace.derivation.named_groups import stand_ins
 from trainload.autograd_trace.derivation.operands import keep_operands_apart
+from trainload.autograd_trace.derivation.vector_probes import remembered_probes
 from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.core.errors import raised
 
@@ -71,6 +72,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         with (
             torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
             stand_ins(groups),
+            remembered_probes(),
             _in_order(),
             whole,
         ):
@@ -156,10 +158,22 @@ def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
 
 def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
     """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
-    artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
-        path=str(path), format="binary"
-    )
+    with (
+        remembered_probes(),
+        # headers are of use only if a kernel has to be compiled
+        torch._inductor.config.patch(cpp_cache_precompile_headers=False),
+    ):
+        artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
+            path=str(path), format="binary"
+        )
     return artifact
+
+
+def import_loader() -> None:
+    """Import the modules that every compiled graph imports, so that forked processes have them."""
+    import torch._inductor.async_compile
+    import torch._inductor.select_algorithm
+    import torch.utils.cpp_extension  # noqa: F401
 
 
 _CONTROL_FLOW = (

@@ -420,10 +420,7 @@ def _run_on_ray(
 ) -> None:
     from trainload.launching.cluster.connection import connected
 
-    with interrupted_by_signals() as again, connected(address) as is_temporary:
-        # ray.init sets signal handlers that would end this process, and its workers without a
-        # checkpoint
-        again()
+    with interrupted_by_signals(), connected(address) as connection:
         from trainload.launching.cluster.nodes import check_seats, nodes_of, room_asked_for
         from trainload.launching.cluster.supervisor import supervise
 
@@ -432,5 +429,10 @@ def _run_on_ray(
             room_asked_for(spec.plans[-1] if spec.plans else None),
             _drive(spec, on_event, new=new) as (tell, check_driver),
         ):
-            idle_seconds = 0.0 if is_temporary else spec.idle_timeout
-            supervise(spec, tell, check_driver, idle_seconds=idle_seconds)
+            supervise(
+                spec,
+                tell,
+                check_driver,
+                idle_seconds=0.0 if connection.is_temporary else spec.idle_timeout,
+                fork_server=connection.fork_server,
+            )

@@ -10,25 +10,44 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from trainload.core.errors import ClusterError, first_line
+from trainload.launching.ranks.fork_server import ForkServer
 
 _LISTEN_SECONDS = 5.0
+_CLOSE_SECONDS = 30.0
 _LOOPBACK = "127.0.0.1"
 _AUTH_MODE = "RAY_AUTH_MODE"
 _NODE_INFO_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A driver's connection to a cluster.
+
+    Attributes:
+        is_temporary: True if the cluster ends with the connection.
+        fork_server: socket of the fork server of a temporary cluster's node; else None.
+    """
+
+    is_temporary: bool
+    fork_server: Path | None
+
+
 @contextmanager
-def connected(address: str | None) -> Iterator[bool]:
+def connected(address: str | None) -> Iterator[Connection]:
     """Connect to a cluster within the context, or use the connection that this process has.
 
     Args:
@@ -37,19 +56,98 @@ def connected(address: str | None) -> Iterator[bool]:
             stores in ~/.ray/auth_token.
 
     Yields:
-        True if the cluster ends with the context.
+        The connection.
 
     Raises:
         ClusterError: the cluster is not reachable, or rejects this process's token.
     """
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        yield False
-        return
-    ray = _connect(address)
+    connecting = _begun_early.get()
+    _begun_early.set(None)
+    if connecting is None:
+        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+            yield Connection(is_temporary=False, fork_server=None)
+            return
+        connecting = _Connecting(address)
     try:
-        yield address is None
+        yield connecting.wait()
     finally:
-        ray.shutdown()
+        connecting.close()
+
+
+@contextmanager
+def connecting_early(address: str | None) -> Iterator[None]:
+    """Begin to connect now, for `connected(address)` within the context.
+
+    Meanwhile the caller imports torch, and opens and checks the package. Errors are raised by
+    `connected`.
+    """
+    connecting = _Connecting(address)
+    token = _begun_early.set(connecting)
+    try:
+        yield
+    finally:
+        _begun_early.reset(token)
+        connecting.close()
+
+
+class _Connecting:
+    """A connection that a thread makes, holds and ends.
+
+    The processes of a local cluster would end with the thread that has started them. And only in
+    the main thread does Ray replace the handler of SIGTERM.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._connection: Connection | None = None
+        self._error: Exception | None = None
+        self._is_made, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hold, name="connection", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Connection:
+        """Wait for the connection, and return it.
+
+        Raises:
+            ClusterError: as for `connected`.
+        """
+        self._is_made.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._connection is not None
+        return self._connection
+
+    def close(self) -> None:
+        """End the connection, with the local cluster."""
+        self._is_over.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _hold(self) -> None:
+        try:
+            with _own_fork_server() if self._address is None else nullcontext() as server:
+                ray = _connect(self._address)
+                try:
+                    self._connection = Connection(self._address is None, server)
+                    self._is_made.set()
+                    self._is_over.wait()
+                finally:
+                    ray.shutdown()
+        except Exception as error:  # noqa: BLE001  # raised by the waiting thread
+            self._error = error
+        finally:
+            self._is_made.set()
+
+
+_begun_early: ContextVar[_Connecting | None] = ContextVar("connecting", default=None)
+
+
+@contextmanager
+def _own_fork_server() -> Iterator[Path]:
+    """Run a fork server within the context. Yields the path of its socket."""
+    with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
+        path = Path(folder) / "forks.socket"
+        with ForkServer.connect(0.0, path):
+            yield path
 
 
 def _connect(address: str | None) -> Any:
@@ -63,6 +161,8 @@ def _connect(address: str | None) -> Any:
                 raise _imported_before_error(address)
         import ray
         from ray.exceptions import AuthenticationError
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
 
         own: dict[str, Any] = (
             {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}

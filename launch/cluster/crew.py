@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,11 +36,14 @@ class Crew:
     Args:
         device: kind of the devices.
         idle_seconds: time for which a node keeps its fork server after the run.
+        fork_server: socket of the fork server of a temporary cluster.
     """
 
-    def __init__(self, device: DeviceKind, idle_seconds: float) -> None:
+    def __init__(
+        self, device: DeviceKind, idle_seconds: float, fork_server: Path | None = None
+    ) -> None:
         self._device = device
-        self._idle_seconds = idle_seconds
+        self._of_all = (idle_seconds, fork_server)
         self._members: dict[str, _Member] = {}
 
     def nodes(self) -> list[Node]:
@@ -61,9 +65,7 @@ class Crew:
         self.release(
             [node for node, member in self._members.items() if wanted.get(node) != member.devices]
         )
-        for node, devices in wanted.items():
-            if node not in self._members:
-                self._members[node] = self._create(node, devices)
+        self._create({node: n for node, n in wanted.items() if node not in self._members})
         return {node: self._members[node].actor for node in wanted}
 
     def release(self, nodes: Collection[str]) -> None:
@@ -77,17 +79,23 @@ class Crew:
         """Release all nodes."""
         self.release(list(self._members))
 
-    def _create(self, node: str, devices: int) -> _Member:
+    def _create(self, wanted: Mapping[str, int]) -> None:
+        """Create actors: node -> number of its devices.
+
+        Raises:
+            DevicesTakenError: as for `seat`; then none of them is created.
+        """
         name = resource_of(self._device)
-        group = reserve(node, name, devices)
-        own = {"num_gpus": devices, "num_cpus": 0} if name == "GPU" else {"num_cpus": devices}
-        actor = (
-            ray.remote(NodeActor)
-            .options(
-                **own,
-                max_concurrency=_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+        for node, group in reserve(wanted, name).items():
+            devices = wanted[node]
+            own = {"num_gpus": devices, "num_cpus": 0} if name == "GPU" else {"num_cpus": devices}
+            actor = (
+                ray.remote(NodeActor)
+                .options(
+                    **own,
+                    max_concurrency=_CALLS,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+                )
+                .remote(node, *self._of_all)
             )
-            .remote(node, self._idle_seconds)
-        )
-        return _Member(actor, devices, group)
+            self._members[node] = _Member(actor, devices, group)

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -71,11 +73,11 @@ class NodeActor:
     not at fault in a failure stay for the next attempt, with what they have opened and loaded.
     """
 
-    def __init__(self, node: str, idle_seconds: float) -> None:
+    def __init__(self, node: str, idle_seconds: float, fork_server: Path | None = None) -> None:
         self._node = node
         self._devices = _gpus_of_this_actor()
-        self._idle_seconds = idle_seconds
-        self._server = ForkServer.connect(idle_seconds)
+        self._connect = partial(ForkServer.connect, idle_seconds, fork_server)
+        self._server = self._connect()
         self._ranks: list[_Rank] = []
         self._idle: dict[int, _Rank] = {}
         self._relay: Relay | None = None
@@ -186,7 +188,7 @@ class NodeActor:
             return _Rank(self._server.fork("rank", environment))
         except TrainingError:  # the server has been killed
             self._server.close()
-            self._server = ForkServer.connect(self._idle_seconds)
+            self._server = self._connect()
             return _Rank(self._server.fork("rank", environment))
 
 

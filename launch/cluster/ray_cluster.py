@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,10 +27,13 @@ class RayCluster:
     Args:
         device: kind of the run's devices.
         idle_seconds: time for which a node keeps its fork server after the run.
+        fork_server: socket of the fork server of a temporary cluster.
     """
 
-    def __init__(self, device: DeviceKind, idle_seconds: float) -> None:
-        self._crew = Crew(device, idle_seconds)
+    def __init__(
+        self, device: DeviceKind, idle_seconds: float, fork_server: Path | None = None
+    ) -> None:
+        self._crew = Crew(device, idle_seconds, fork_server)
         here = ray.get_runtime_context().get_node_id()
         self._mailbox: Any = on_node(here)(Mailbox).remote()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -22,34 +23,42 @@ class DevicesTakenError(Exception):
         self.node = node
 
 
-def reserve(node: str, resource: str, count: int) -> PlacementGroup:
-    """Reserve devices of a node. Ray's view of them may be a second old.
+def reserve(devices: Mapping[str, int], resource: str) -> dict[str, PlacementGroup]:
+    """Reserve devices of nodes. Ray's view of them may be a second old.
 
     Args:
-        node: id of the node.
+        devices: id of each node -> number of devices.
         resource: name of the devices: CPU or GPU.
-        count: number of devices.
+
+    Returns:
+        Node -> its placement group.
 
     Raises:
-        DevicesTakenError: they are not free.
+        DevicesTakenError: they are not free on some node; then none are reserved.
     """
-    group: PlacementGroup = placement_group(
-        [{resource: float(count)}], bundle_label_selector=[{NODE_LABEL: node}]
-    )
-    if not group.wait(RESERVE_SECONDS):
-        remove_placement_group(group)
-        raise DevicesTakenError(node)
-    return group
+    groups: dict[str, PlacementGroup] = {
+        node: placement_group(
+            [{resource: float(count)}], bundle_label_selector=[{NODE_LABEL: node}]
+        )
+        for node, count in devices.items()
+    }
+    until = time.monotonic() + RESERVE_SECONDS
+    for node, group in groups.items():
+        if not group.wait(max(0.0, until - time.monotonic())):
+            for each in groups.values():
+                remove_placement_group(each)
+            raise DevicesTakenError(node)
+    return groups
 
 
 @contextmanager
 def reserved(node: str, resource: str, count: int) -> Iterator[PlacementGroupSchedulingStrategy]:
-    """Reserve devices like `reserve` within the context.
+    """Reserve devices of one node like `reserve` within the context.
 
     Yields:
         The scheduling strategy of tasks that use them.
     """
-    group = reserve(node, resource, count)
+    group = reserve({node: count}, resource)[node]
     try:
         yield PlacementGroupSchedulingStrategy(group)
     finally:

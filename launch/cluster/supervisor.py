@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ray.exceptions import RayError
 
@@ -29,6 +30,7 @@ def supervise(
     check_driver: CheckDriver,
     *,
     idle_seconds: float,
+    fork_server: Path | None = None,
 ) -> None:
     """Drive a run on the cluster to which this process is connected, and which must be large enough
     for its plan, until it has completed its last step.
@@ -42,6 +44,7 @@ def supervise(
         on_event: called with every event after it is in the journal.
         check_driver: raises LeaseLostError if another process drives the run.
         idle_seconds: time for which a node keeps its fork server after the run.
+        fork_server: socket of the fork server of a temporary cluster.
 
     Raises:
         RunInterrupted: a stop was requested.
@@ -51,7 +54,7 @@ def supervise(
         LeaseLostError: another process drives the run; journal, state and requests are left to it.
         TrainloadError: an error raised by a rank.
     """
-    cluster = RayCluster(spec.plan.cluster.device, idle_seconds)
+    cluster = RayCluster(spec.plan.cluster.device, idle_seconds, fork_server)
     Supervisor(SupervisedRun(spec, cluster, on_event, check_driver), cluster).run()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from trainload.core.canonical_json import sha256_bytes
-from trainload.core.errors import IntegrityError, StorageError
+from trainload.core.errors import IntegrityError
 from trainload.launching.node.cache import (
     LOCK_SECONDS,
     default_cache_dir,
@@ -25,28 +25,11 @@ from trainload.packaging.derived import share_derived
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import read_manifest
-from trainload.packaging.stores.oci import is_oci, pin_oci, pull_oci
+from trainload.packaging.stores.oci import pin_oci, pull_oci
 from trainload.packaging.stores.pull import pull
 from trainload.packaging.stores.push import OnProgress, unwatched
+from trainload.packaging.stores.references import is_oci, is_reference, parts_of
 from trainload.packaging.stores.store import Store
-
-
-def is_reference(name: str | Path) -> bool:
-    """Return True if this names a package in a store or registry, not a folder on this machine."""
-    text = str(name)
-    return is_oci(text) or (
-        isinstance(name, str) and ("://" in text or ("#" in text and not Path(text).exists()))
-    )
-
-
-def run_name(package: str) -> str:
-    """Return the default name of a run of a package: that of the package, its line, or its
-    artifact.
-    """
-    if not is_reference(package):
-        return Path(package).stem
-    url, _, rest = package.partition("#")
-    return rest.partition("/")[0] or url.partition("@")[0].rpartition("/")[2].partition(":")[0]
 
 
 def pinned(reference: str) -> tuple[str, str]:
@@ -143,19 +126,3 @@ def _has_package(folder: Path, digest: str) -> bool:
             hint="Remove this folder; the package is then fetched again.",
         )
     return True
-
-
-def parts_of(reference: str) -> tuple[str, str | None, str | None]:
-    """Split STORE, STORE#LINE or STORE#LINE/RELEASE; parts that are omitted are None.
-
-    Raises StorageError if it is malformed.
-    """
-    url, _, rest = reference.partition("#")
-    line, slash, number = rest.partition("/")
-    if not url or (slash and not (line and number)):
-        raise StorageError(
-            "this does not name a release",
-            where=reference,
-            expected="STORE#LINE/RELEASE, STORE#LINE or STORE",
-        )
-    return url, line or None, number or None

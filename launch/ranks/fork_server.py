@@ -101,16 +101,17 @@ class ForkServer:
         self._reader.start()
 
     @classmethod
-    def connect(cls, idle_seconds: float) -> ForkServer:
-        """Connect to the server of this user and environment, and start it if there is none.
+    def connect(cls, idle_seconds: float, path: Path | None = None) -> ForkServer:
+        """Connect to a server, and start it if there is none.
 
         Args:
             idle_seconds: time without clients after which a server that is started here ends.
+            path: its socket. Default: the one of this user and environment.
 
         Raises:
             OSError: the folder of its socket cannot be used, or belongs to another user.
         """
-        path = socket_path()
+        path = path or socket_path()
         with filelock.FileLock(path.with_suffix(".lock")):
             connection = _connection(path)
             if connection is None:
@@ -339,6 +340,9 @@ def serve(descriptor: int, path: str, idle_seconds: float) -> None:
     name_process(_NAME)
     # everything that a rank imports: none of it starts a thread that a rank would miss
     import trainload.launching.ranks.rank_process  # noqa: F401
+    from trainload.autograd_trace.derivation.inductor import import_loader
+
+    import_loader()
 
     with socket.socket(fileno=descriptor) as listener:
         _Server(listener, Path(path), idle_seconds).run()

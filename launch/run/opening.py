@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.node.fetching import fetched, is_reference
+from trainload.launching.node.fetching import fetched
 from trainload.launching.node.libraries import open_for_run
 from trainload.launching.run.run_spec import RunSpec
 from trainload.packaging.package import Package
+from trainload.packaging.stores.references import is_reference
 
 
 def frozen_package(spec: RunSpec) -> Package:

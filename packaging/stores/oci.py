@@ -28,13 +28,13 @@ from trainload.packaging.stores.oci_records import (
 )
 from trainload.packaging.stores.pull import PullReport, pull_report, write_pulled
 from trainload.packaging.stores.push import OnProgress, local_package, unwatched
+from trainload.packaging.stores.references import OCI_SCHEME
 
 if TYPE_CHECKING:
     import requests
     from oras.container import Container
     from oras.provider import Registry
 
-_SCHEME = "oci://"
 _REFERENCE = re.compile(
     r"(?P<host>[A-Za-z0-9.-]+(?::[0-9]{1,5})?|\[[0-9a-fA-F:]+\](?::[0-9]{1,5})?)"
     r"/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
@@ -62,11 +62,6 @@ class OciPushReport:
     sent_files: int
     sent_bytes: int
     present_bytes: int
-
-
-def is_oci(store: str | Path) -> bool:
-    """Return True if `store` is a reference to an OCI registry."""
-    return str(store).startswith(_SCHEME)
 
 
 def push_oci(
@@ -184,7 +179,7 @@ class _Repository:
 
     def __init__(self, reference: str, options: Mapping[str, Any]) -> None:
         self.url = reference
-        match = _REFERENCE.fullmatch(reference.removeprefix(_SCHEME))
+        match = _REFERENCE.fullmatch(reference.removeprefix(OCI_SCHEME))
         if match is None:
             raise StorageError(
                 "this is not a reference to an artifact",
@@ -211,7 +206,7 @@ class _Repository:
                 where=reference,
                 hint='Install it: pip install "trainload[oci]".',
             ) from error
-        artifact_name = reference.removeprefix(_SCHEME)
+        artifact_name = reference.removeprefix(OCI_SCHEME)
         host_marks = set(match["host"]) & {".", ":"}  # oras parses other hosts as part of the name
         self._container: Container = Container(
             artifact_name if host_marks else artifact_name.partition("/")[2], registry=match["host"]

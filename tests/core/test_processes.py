@@ -41,11 +41,9 @@ def test_a_child_that_has_ended_and_was_not_waited_for_has_ended() -> None:
         assert has_ended(said) is True
 
 
-def test_sigterm_is_an_interrupt_also_after_another_handler_was_set_and_then_what_it_was() -> None:
+def test_sigterm_is_an_interrupt_and_then_what_it_was() -> None:
     def work() -> None:
-        with interrupted_by_signals() as again:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            again()
+        with interrupted_by_signals():
             signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
@@ -54,18 +52,14 @@ def test_sigterm_is_an_interrupt_also_after_another_handler_was_set_and_then_wha
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_handler_that_the_caller_has_set_stays_also_after_another_one_was_set(
-    tmp_path: Path,
-) -> None:
+def test_a_handler_that_the_caller_has_set_stays(tmp_path: Path) -> None:
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _frame: heard.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        with interrupted_by_signals() as again:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            again()
+        with interrupted_by_signals():
             signal.raise_signal(signal.SIGTERM)
         with _stop_on_interrupt(tmp_path):
             signal.raise_signal(signal.SIGTERM)
@@ -82,8 +76,7 @@ def test_another_thread_leaves_signals_alone() -> None:
     found = []
 
     def look() -> None:
-        with interrupted_by_signals() as again:
-            again()
+        with interrupted_by_signals():
             found.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=look)

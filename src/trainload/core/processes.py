@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,28 +62,21 @@ def in_main_thread() -> bool:
 
 
 @contextmanager
-def interrupted_by_signals() -> Iterator[Callable[[], None]]:
+def interrupted_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise KeyboardInterrupt within the block, like Ctrl-C, and restore
     the handlers afterwards.
 
     Handlers that the caller has set stay. Outside of the main thread nothing is changed.
-
-    Yields:
-        A function that sets the handlers again, for use after code that replaces them, as
-        `ray.init` does.
     """
     if not in_main_thread():
-        yield lambda: None
+        yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-
-    def again() -> None:
-        for number, handler in before.items():
-            signal.signal(number, signal.default_int_handler if is_nobodys(handler) else handler)
-
-    again()
+    for number, handler in before.items():
+        if is_nobodys(handler):
+            signal.signal(number, signal.default_int_handler)
     try:
-        yield again
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,14 +11,14 @@ from typing import Any
 
 from trainload.core.errors import StorageError
 from trainload.core.storage.interface import NO_OPTIONS
-from trainload.launching.node.fetching import is_reference, parts_of
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.stores.collect import gc
-from trainload.packaging.stores.oci import OciPushReport, is_oci, pull_oci, push_oci
+from trainload.packaging.stores.oci import OciPushReport, pull_oci, push_oci
 from trainload.packaging.stores.pull import PullReport
 from trainload.packaging.stores.pull import pull as pull_from_store
 from trainload.packaging.stores.push import OnProgress, PushReport, unwatched
 from trainload.packaging.stores.push import push as push_to_store
+from trainload.packaging.stores.references import is_oci, is_reference, parts_of
 from trainload.packaging.stores.releases import Pointer, ReleaseState
 from trainload.packaging.stores.store import Store
 

@@ -267,8 +267,8 @@ def publish(migration: Migration, old: Package, store: str, line: str) -> str:
         ConflictError: the line has releases already.
         StorageError: the store cannot be written.
     """
-    from trainload.launching.node.fetching import parts_of
     from trainload.packaging.stores.push import push
+    from trainload.packaging.stores.references import parts_of
     from trainload.packaging.stores.store import NOBODY, Store
 
     place = Store(store, create=True)

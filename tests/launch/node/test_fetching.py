@@ -23,7 +23,7 @@ from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.program import Program
 from trainload.cli import main as cli
 from trainload.core.errors import IntegrityError, PolicyError, RunInterrupted, StorageError
-from trainload.launching.node.fetching import fetched, is_reference, pinned, run_name
+from trainload.launching.node.fetching import fetched, pinned
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.opening import frozen_package
@@ -31,6 +31,7 @@ from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.package import Package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.policy import POLICY
+from trainload.packaging.stores.references import is_reference, run_name
 from trainload.packaging.stores.store import blob_path
 from trainload.packaging.write import with_weights
 from trainload.sharding.plans import device_step_graphs as step_graphs

@@ -53,13 +53,13 @@ def kept(
     """
     drivers: list[int] = []
 
-    def driven(arguments: object, asked: set[int]) -> int:
+    def driven(arguments: object, run_dir: Path, asked: set[int]) -> int:
         asked.update(signals)
         drivers.append(len(drivers))
         return drive(drivers[-1])
 
     monkeypatch.setattr(keeping, "_drive", driven)
-    return keeping.keep([], run_dir, answers, 0.1), len(drivers)
+    return keeping.keep([], [], run_dir, answers, lambda: 0.1), len(drivers)
 
 
 def test_a_run_that_ends_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -212,10 +212,11 @@ exec sleep 60
 """
 KEEPER = """
 import sys
+from pathlib import Path
 from trainload.cli.commands import keeping
 
 sys.executable, asked = sys.argv[1], set()
-print(keeping._drive([], asked), sorted(asked))
+print(keeping._drive([], Path("run"), asked), sorted(asked))
 """
 
 

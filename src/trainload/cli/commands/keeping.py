@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
 
 KEPT = "TRAINLOAD_KEPT"
-"""Environment variable that is set in a supervised driver."""
+"""Environment variable of a supervised driver: the folder of its run."""
 _PAUSE_SECONDS = 2.0
 _MOST_LOSSES = 3
 
 
-def is_kept() -> bool:
-    """Return True if this process is a driver that a supervisor restarts."""
-    return KEPT in os.environ
+def kept_run() -> Path | None:
+    """Return the folder of the run that this process drives for a supervisor; None if it has no
+    supervisor.
+    """
+    run_dir = os.environ.get(KEPT)
+    return None if run_dir is None else Path(run_dir)
 
 
 def stop_with_parent() -> None:
@@ -38,9 +41,13 @@ def stop_with_parent() -> None:
 
 
 def keep(
-    arguments: Sequence[str], run_dir: Path, answers: Callable[[], bool], patience: float
+    first: Sequence[str],
+    again: Sequence[str],
+    run_dir: Path,
+    answers: Callable[[], bool],
+    patience: Callable[[], float],
 ) -> int:
-    """Run `trainload ARGUMENTS`, which drives a run, until the run has ended.
+    """Drive a run with `trainload` commands until the run has ended.
 
     A driver is lost if it ends without a final state, because it was killed or the cluster's head
     is gone, or if it was killed after the last step, before it wrote the run's result. Then this
@@ -49,10 +56,11 @@ def keep(
     driver that was stopped through this process is not replaced.
 
     Args:
-        arguments: arguments of the driver.
+        first: arguments of the first driver.
+        again: arguments of a driver that replaces a lost one.
         run_dir: the run's folder.
         answers: returns True if the cluster responds.
-        patience: time to wait for the cluster, in seconds.
+        patience: returns the time to wait for the cluster, in seconds.
 
     Returns:
         The driver's exit status.
@@ -61,9 +69,11 @@ def keep(
 
     losses, saved = 0, None
     signals: set[int] = set()
+    arguments = first
     while True:
         before = read_state(run_dir)
-        status = _drive(arguments, signals)
+        status = _drive(arguments, run_dir, signals)
+        arguments = again
         state = read_state(run_dir)
         has_reported = state is not None and state != before
         if state is None and status not in (DONE, FAILED, WRONG):
@@ -104,11 +114,12 @@ def keep(
             highlight=False,
             soft_wrap=True,
         )
-        until = time.monotonic() + patience
+        seconds = patience()
+        until = time.monotonic() + seconds
         while not answers():
             if time.monotonic() > until:
                 err().print(
-                    f"the cluster has not responded for {patience:g} s: giving up",
+                    f"the cluster has not responded for {seconds:g} s: giving up",
                     highlight=False,
                     soft_wrap=True,
                 )
@@ -123,11 +134,11 @@ def _is_lost(state: RunState, status: int) -> bool:
     return state.phase == "ended" and status not in (FAILED, WRONG)
 
 
-def _drive(arguments: Sequence[str], signals: set[int]) -> int:
+def _drive(arguments: Sequence[str], run_dir: Path, signals: set[int]) -> int:
     """Run one driver and forward signals to it, which are appended to `signals`."""
     driver = subprocess.Popen(
         [sys.executable, "-m", "trainload", *arguments],
-        env={**os.environ, KEPT: "1"},
+        env={**os.environ, KEPT: str(run_dir)},
         start_new_session=True,
     )
 

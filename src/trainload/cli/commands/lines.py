@@ -134,7 +134,7 @@ def lineage(release: str, as_json: bool) -> None:
     decisions.
     """
     check_supported_torch()
-    from trainload.launching.node.fetching import parts_of
+    from trainload.packaging.stores.references import parts_of
     from trainload.packaging.stores.store import Store
     from trainload.retraining.ticks.lineage import ancestry
     from trainload.retraining.ticks.lineage import as_json as lineage_json

@@ -7,10 +7,22 @@ import textwrap
 import click
 
 _WIDTH = 80
+_ARGUMENTS = "trainload.arguments"
+
+
+def given_arguments() -> tuple[str, ...]:
+    """Return the arguments of the program, without its name."""
+    arguments: tuple[str, ...] = click.get_current_context().meta[_ARGUMENTS]
+    return arguments
 
 
 class Overview(click.Group):
     """A group whose help lists the commands in two columns, each sorted alphabetically."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options, and keep all arguments for `given_arguments`."""
+        ctx.meta[_ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         """Return --help as a hidden option: whoever reads the list has just used it."""

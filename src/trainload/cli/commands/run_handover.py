@@ -15,19 +15,35 @@ from trainload.cli.view import tables as view
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError
 
 
-def keep_run(run_dir: Path, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
+def keep_run(
+    run_dir: Path,
+    address: str,
+    as_json: bool,
+    *,
+    launched: Sequence[str] | None = None,
+    others: Sequence[str] = (),
+) -> int:
     """Drive a run on a cluster from a separate process.
 
-    `others` are further arguments of `resume`.
+    This process imports no torch: it waits while the driver does the work.
+
+    Args:
+        run_dir: the run's folder.
+        address: the cluster.
+        as_json: print the result as JSON.
+        launched: arguments of the `launch` that creates the run; None if it exists.
+        others: further arguments of `resume`.
     """
     from trainload.launching.cluster.connection import answers
-    from trainload.launching.run.run_spec import read_spec
 
+    def patience() -> float:
+        from trainload.launching.run.run_spec import read_spec
+
+        return read_spec(run_dir).node_patience
+
+    again = [*_driver(run_dir, address, as_json), *others]
     return keep(
-        [*_driver(run_dir, address, as_json), *others],
-        run_dir,
-        lambda: answers(address),
-        read_spec(run_dir).node_patience,
+        again if launched is None else launched, again, run_dir, lambda: answers(address), patience
     )
 
 

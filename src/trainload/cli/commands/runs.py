@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.keeping import is_kept, stop_with_parent
+from trainload.cli.commands.keeping import kept_run, stop_with_parent
+from trainload.cli.commands.overview import given_arguments
 from trainload.cli.commands.planning import KINDS, make_plan
 from trainload.cli.commands.run_handover import Prepared, detach_run, keep_run, nothing_left
 from trainload.cli.commands.shared import (
@@ -34,6 +35,7 @@ from trainload.core.versions import check_supported_torch
 from trainload.launching.settings.info import description_of, info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
 from trainload.launching.settings.run_settings import BatchSettings, EvaluationSettings, RunSettings
+from trainload.packaging.stores.references import run_name
 from trainload.sharding.plans.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -149,6 +151,15 @@ def launch(
         raise click.UsageError(
             "--backend torchrun needs --run-dir: all ranks must name the same folder."
         )
+    run_dir = (
+        kept_run()
+        or run_dir
+        or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    )
+    if kept_run() is not None:
+        stop_with_parent()
+    elif address is not None and not (detach or dry_run or run_dir.exists()):
+        return keep_run(run_dir.absolute(), address, as_json, launched=given_arguments())
     chosen = parse_settings(assignments)
     _check_one_plan(
         plan_file,
@@ -157,8 +168,8 @@ def launch(
         chosen,
         nodes if nodes is None or nodes[0] == nodes[1] else None,
     )
-    from trainload.launching.node.fetching import run_name
-
+    if backend == "ray" and not detach and Path(package).exists():
+        _connect_early(address)
     opened = shared.open_to_run(package)
     overrides = chosen.overrides
     changed = overrides.apply(opened, steps)
@@ -179,10 +190,6 @@ def launch(
             strategy,
             **chosen.batch,
         )
-    run_dir = (
-        run_dir
-        or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    )
     options: dict[str, Any] = {
         "run_dir": run_dir.absolute(),
         "steps": steps,
@@ -210,15 +217,12 @@ def launch(
             report = launching.dry_run(opened, plan, data, **options)
         show_record(report, as_json)
         return DONE
-    if backend == "ray" and address is not None:
+    if detach:
+        assert address is not None, "as _check_ray says"
         with nothing_left(run_dir.absolute()) as prepared:
             launching.prepare(opened, plan, data, **options)
             prepared.made = True
-            return (
-                detach_run(prepared, address, as_json)
-                if detach
-                else keep_run(prepared.run_dir, address, as_json)
-            )
+            return detach_run(prepared, address, as_json)
     result = _watch(
         lambda report: launching.launch(opened, plan, data, **options, on_event=report), run_dir
     )
@@ -279,6 +283,8 @@ def evaluate(
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
     _check_ray(backend, address)
+    if backend == "ray" and Path(package).exists():
+        _connect_early(address)
     chosen = parse_settings(assignments)
     settings = _of_an_evaluation(chosen)
     if (
@@ -317,6 +323,18 @@ def evaluate(
             **settings,
         )
     show_record(result, as_json)
+
+
+def _connect_early(address: str | None) -> None:
+    """Begin to connect to the run's cluster, until the end of this command.
+
+    If torch is imported already, opening and checking the package takes less time than a cluster
+    that would be started in vain if there is an error.
+    """
+    if "torch" not in sys.modules:
+        from trainload.launching.cluster.connection import connecting_early
+
+        click.get_current_context().with_resource(connecting_early(address))
 
 
 def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
@@ -444,7 +462,7 @@ def resume(
     _check_ray(backend, address, detach=detach)
     check_supported_torch()
     changes = _changes(assignments)
-    if is_kept():
+    if kept_run() is not None:
         stop_with_parent()
     elif backend == "ray" and address is not None:
         from trainload.launching.run.driver import check_no_driver
@@ -467,7 +485,9 @@ def resume(
         ]
         if detach:
             return detach_run(Prepared(run_dir.absolute()), address, as_json, others)
-        return keep_run(run_dir.absolute(), address, as_json, others)
+        return keep_run(run_dir.absolute(), address, as_json, others=others)
+    if backend == "ray":
+        _connect_early(address)
     from trainload.sharding.plans.plan import read_plan
 
     plan = read_plan(plan_file) if plan_file is not None else None
