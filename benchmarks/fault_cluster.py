@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from faults_op import BROKEN, STUCK
+from faults_op import BROKEN, SLOW, STUCK
 from measure import ROOT, note
+from network_nodes import NetworkNodes, Weather
 
 if TYPE_CHECKING:
     from trainload.launching.run.journal import Event
@@ -114,7 +115,7 @@ class Run:
 
     folder: Path
     data: Path
-    nodes: Nodes
+    nodes: Nodes | NetworkNodes
     events: list[Event] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
     at: float = 0.0
@@ -287,6 +288,7 @@ class Fault:
         disk: size in MiB of a separate disk for the run; None: no separate disk.
         sizes: allowed numbers of nodes, as for --nodes.
         resumed: True if the run fails and is resumed manually.
+        networked: True if the nodes have interfaces of their own.
     """
 
     name: str
@@ -296,6 +298,7 @@ class Fault:
     disk: int | None = None
     sizes: str = "2"
     resumed: bool = False
+    networked: bool = False
 
 
 def kill(run: Run) -> None:
@@ -311,6 +314,42 @@ def stop(run: Run) -> None:
 def stick(run: Run) -> None:
     run.at = time.time()
     Path(os.environ[STUCK]).write_text(str(run.pid(1)))
+
+
+def slow_down(run: Run) -> None:
+    """Make a rank slow until that is reported."""
+    run.at = time.time()
+    slow = Path(os.environ[SLOW])
+    slow.write_text(str(run.pid(1)))
+    run.wait(lambda: run.last("warning", run.at))
+    slow.unlink()
+    run.cleared = time.time()
+
+
+def partition(run: Run, seconds: float = 20.0) -> None:
+    """Take a node's interface down for a while."""
+    assert isinstance(run.nodes, NetworkNodes)
+    interface = run.nodes.interface_of(run.node(1))
+    run.at = time.time()
+    with run.nodes.cut(interface):
+        time.sleep(seconds)
+    run.cleared = time.time()
+
+
+def worsen_network(run: Run) -> None:
+    """Delay the control plane of a node by 200 ms, and lose 2 % of it, until the run has ended; a
+    worker is killed meanwhile.
+    """
+    assert isinstance(run.nodes, NetworkNodes)
+    weather = Weather(run.nodes.interface_of(run.node(1)), delay=0.2, loss=0.02)
+    try:
+        time.sleep(10.0)
+        run.at = time.time()
+        os.kill(run.pid(1), signal.SIGKILL)
+        run.join()
+        assert weather.dropped > 0, f"{weather.forwarded} frames, none dropped"
+    finally:
+        weather.close()
 
 
 def lose_node(run: Run) -> None:
@@ -438,6 +477,9 @@ FAULTS = (
     Fault("worker killed", kill),
     Fault("worker stopped (SIGSTOP)", stop),
     Fault("worker stuck outside a collective", stick),
+    Fault("worker three times slower", slow_down, said="warning"),
+    Fault("node cut off for 20 s", partition, networked=True),
+    Fault("200 ms and 2 % loss, worker killed", worsen_network, networked=True),
     Fault("node lost, a spare there", lose_node, nodes=3),
     Fault("node lost, another one later", lose_node_for_a_while),
     Fault("node lost, elastic from 1 to 2", shrink_and_grow, sizes="1:2"),
@@ -487,7 +529,8 @@ def set_up(scratch: Path) -> Path:
     from prepare import prepare
 
     os.environ["TRAINLOAD_CACHE_DIR"] = str(scratch / "cache")
-    os.environ[STUCK], os.environ[BROKEN] = str(scratch / "stuck"), str(scratch / "broken")
+    for name in (STUCK, BROKEN, SLOW):
+        os.environ[name] = str(scratch / name)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH")))
     )

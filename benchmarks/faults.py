@@ -31,8 +31,9 @@ from fault_cluster import (
     time_said,
     write_rows,
 )
-from faults_op import BROKEN, STUCK
+from faults_op import BROKEN, SLOW, STUCK
 from measure import RESULTS, machine, note, save, screen, table
+from network_nodes import NetworkNodes
 
 STEPS = 240
 CHECKPOINT_EVERY = 20
@@ -59,9 +60,9 @@ def apply_fault(
 ) -> dict[str, Any]:
     """Inject a fault into a run, and return a row of the table."""
     note(fault.name)
-    for name in (STUCK, BROKEN):
+    for name in (STUCK, BROKEN, SLOW):
         Path(os.environ[name]).unlink(missing_ok=True)
-    nodes = Nodes(fault.nodes)
+    nodes = NetworkNodes(fault.nodes) if fault.networked else Nodes(fault.nodes)
     try:
         with disk(scratch / "-".join(fault.name.split()), fault.disk) as place:
             run = Run(place / "run", write_rows(scratch / "rows.npz"), nodes)

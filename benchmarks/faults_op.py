@@ -15,6 +15,8 @@ The process whose pid is in the file hangs: a rank that is stuck outside any col
 """
 BROKEN = "TRAINLOAD_FAULTS_BROKEN"
 """Same, but the process computes NaN and removes the file."""
+SLOW = "TRAINLOAD_FAULTS_SLOW"
+"""Same, but the process takes three times as long."""
 PACE = "TRAINLOAD_FAULTS_PACE"
 """Minimum duration of a call in seconds, so that steps take as long as those of a larger model.
 
@@ -31,7 +33,7 @@ def _named(variable: str) -> Path | None:
 @torch.library.custom_op("faults::through", mutates_args=())
 def through(x: torch.Tensor) -> torch.Tensor:
     """Return a copy."""
-    time.sleep(float(os.environ.get(PACE, "0.05")))
+    time.sleep(float(os.environ.get(PACE, "0.05")) * (3 if _named(SLOW) else 1))
     while _named(STUCK):
         time.sleep(0.1)
     broken = _named(BROKEN)

@@ -26,10 +26,10 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_structure
 
 from trainload.autograd_trace.derivation.aot import whole_triton_operators
+from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
 from trainload.autograd_trace.derivation.named_groups import stand_ins
 from trainload.autograd_trace.derivation.operands import keep_operands_apart
-from trainload.autograd_trace.derivation.vector_probes import remembered_probes
 from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.core.errors import raised
 
@@ -72,7 +72,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         with (
             torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
             stand_ins(groups),
-            remembered_probes(),
+            remembered_answers(),
             _in_order(),
             whole,
         ):
@@ -158,11 +158,7 @@ def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
 
 def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
     """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
-    with (
-        remembered_probes(),
-        # headers are of use only if a kernel has to be compiled
-        torch._inductor.config.patch(cpp_cache_precompile_headers=False),
-    ):
+    with remembered_answers():
         artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
             path=str(path), format="binary"
         )

@@ -23,6 +23,7 @@ from trainload.launching.run.journal import Event
 from trainload.launching.run.monitor import Hang, Monitor
 from trainload.launching.run.run_spec import RunSpec, resume_command
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
+from trainload.launching.run.straggler import Stragglers, device_of_rank, peers_of
 from trainload.sharding.plans.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -213,6 +214,7 @@ class WatchedAttempt:
             spec.storage_patience + spec.hang_timeout,
             run.clock,
         )
+        self._stragglers = Stragglers(peers_of(spec.plan), spec.straggler_factor, run.clock)
         self._until = float("inf")
         self.hang: Hang | None = None
         self.error: TrainloadError | None = None
@@ -243,6 +245,8 @@ class WatchedAttempt:
             self._monitor.begin()
         for beat in beats:
             self._monitor.hear(beat.rank, beat.doing, beat.age)
+            self._stragglers.hear(beat.rank, beat.doing)
+        self._report_stragglers()
         self.error = self.error or error
         if is_over:
             return not run.inbox.silent
@@ -255,3 +259,21 @@ class WatchedAttempt:
             if self.error is not None or self.hang is not None:
                 self._until = run.clock() + _END_SECONDS
         return False
+
+    def _report_stragglers(self) -> None:
+        seats = self.attempt.seats
+        for each in self._stragglers.found():
+            node = seats[each.rank]
+            device = device_of_rank(self._run.spec.plan, seats, each.rank)
+            self._run.journal.write(
+                "warning",
+                message=(
+                    f"rank {each.rank} (node {node}, {device}) is {each.factor:.1f} times slower"
+                    f" than the others: {each.seconds:.3g} s of its own work per step, over the"
+                    f" last {each.steps} steps"
+                ),
+                rank=each.rank,
+                node=node,
+                device=device,
+                factor=each.factor,
+            )

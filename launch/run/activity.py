@@ -45,6 +45,8 @@ class Doing:
         collective: description of the last collective; "" if there is none.
         place: Python stack of the training thread, innermost frame first.
         memory: memory usage in bytes.
+        worked_steps: number of steps so far in whose time `worked` is.
+        worked: seconds of these steps in which it did not wait for other ranks.
     """
 
     phase: Phase = Phase.STARTING
@@ -55,6 +57,8 @@ class Doing:
     collective: str = ""
     place: str = ""
     memory: int = 0
+    worked_steps: int = 0
+    worked: float = 0.0
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step + 1}"
@@ -78,6 +82,7 @@ class Activity:
         self._thread = threading.get_ident()
         self._phase, self._marks = Phase.STARTING, 0
         self._step: int | None = None
+        self._worked = (0, 0.0)
         self._graph, self._before = "", dict[str, int]()
         self._last: tuple[str, int] | None = None
         self._called: dict[str, list[Collective]] = {}
@@ -119,6 +124,11 @@ class Activity:
         yield
         self.at(before)
 
+    def worked(self, seconds: float) -> None:
+        """Record the time of a step in which this rank did not wait for others."""
+        steps, before = self._worked
+        self._worked = (steps + 1, before + seconds)
+
     def calling(self, graph: str) -> None:
         """Record that a graph is about to be called."""
         self._last = self._last_begun() or self._last
@@ -143,6 +153,7 @@ class Activity:
             last,
             self._stack(),
             self._memory(),
+            *self._worked,
         )
 
     def _last_begun(self) -> tuple[str, int] | None:

@@ -52,6 +52,10 @@ class EvaluationSettings(Settings):
     """Replaces `hang_timeout` before the first step (weights, data, compilation), and while a
     compiled graph is compared.
     """
+    straggler_factor: Annotated[float, SettingInfo()] = Field(default=1.5, gt=1)
+    """A rank whose own work takes this many times as long as the median of the others, over 20
+    steps and 30 s, is reported. On Ray, without a pipeline.
+    """
     node_patience: Annotated[float, SettingInfo(unit="s")] = Field(default=1800.0, ge=0)
     """Time to wait for nodes that were lost or are in use, and for the cluster to respond."""
     idle_timeout: Annotated[float, SettingInfo(unit="s")] = Field(default=300.0, ge=0)

@@ -53,6 +53,7 @@ from trainload.launching.worker.preparation import Keeper, Opened, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Verifier
+from trainload.launching.worker.wait_time import WaitTime
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 SCALING = "loss scaling"
@@ -103,6 +104,7 @@ class _Worker:
         self._device = device_of(spec.plan)
         self._activity = Activity(partial(used_bytes, self._device))
         contact.report(self._activity)
+        self._waits = WaitTime()
         self._run_dir = Path(spec.run_dir)
         self._checkpoints = place_of(self._run_dir, spec.checkpoints)
         self._control = dist.new_group(backend="gloo") if place.world > 1 else None
@@ -348,13 +350,21 @@ class _Worker:
     def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
         self._activity.at(Phase.DATA, step)
         began = time.perf_counter()
+        self._waits.taken()
         calls = next_calls(stream, self._package.recipe, step, self._plan.accumulate)
         waited = time.perf_counter() - began
         self._activity.at(Phase.STEP)
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
-        with self._explaining(self._data, self._spec.data, f"step {step + 1}"):
+        with (
+            self._explaining(self._data, self._spec.data, f"step {step + 1}"),
+            self._waits.measured(),
+        ):
             result = self._engine.step(step, draws)
-        clock.leave_out(self._compared())
+        seconds = time.perf_counter() - began - self._waits.taken()
+        compared = self._compared()
+        clock.leave_out(compared)
+        if not compared:
+            self._activity.worked(seconds)
         self._check_finite(step, result, draws)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)

@@ -17,7 +17,7 @@ PRIVATE_TORCH = frozenset(
         "autograd_trace/derivation/aot.py",
         "autograd_trace/derivation/inductor.py",
         "autograd_trace/derivation/named_groups.py",
-        "autograd_trace/derivation/vector_probes.py",
+        "autograd_trace/derivation/compiler_answers.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
         "packaging/graphs/graph_replacement.py",

@@ -49,6 +49,7 @@ def plan_of(world: int) -> Any:
         world_size=world,
         tensor_ranks=1,
         shard_ranks=None,
+        pipeline=None,
         cluster=SimpleNamespace(device="cpu", devices_per_node=1, nodes=world),
     )
 
@@ -66,6 +67,7 @@ def spec_of(run_dir: Path, worlds: Sequence[int] = (2,)) -> RunSpec:
         max_failures=MAX_FAILURES,
         hang_timeout=HANG_SECONDS,
         start_timeout=10 * HANG_SECONDS,
+        straggler_factor=1.5,
     )
 
 

@@ -1,0 +1,119 @@
+"""Find ranks that are slower than their peers, from what all of them report.
+
+All ranks take equally long for a step, since they wait for the slowest. So what is compared is the
+time of each rank's own work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainload.launching.run.activity import Doing
+from trainload.sharding.plans.plan import Plan
+
+STEPS = 20
+SECONDS = 30.0
+"""Least number of steps, and time, over which ranks are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that is slower than its peers.
+
+    Attributes:
+        rank: the rank.
+        factor: its time divided by the median of its peers.
+        seconds: time of its own work per step.
+        steps: number of steps over which that was measured.
+    """
+
+    rank: int
+    factor: float
+    seconds: float
+    steps: int
+
+
+class Stragglers:
+    """Detector of the stragglers of an attempt.
+
+    Args:
+        ranks: ranks that do the same work.
+        factor: factor from which on a rank is a straggler.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        factor: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._factor = factor
+        self._clock = clock
+        self._began: float | None = None
+        self._first: dict[int, Doing] = {}
+        self._last: dict[int, Doing] = {}
+        self._slow: frozenset[int] = frozenset()
+
+    def hear(self, rank: int, doing: Doing) -> None:
+        """Record what a rank reports."""
+        if rank in self._ranks and doing.worked_steps:
+            self._last[rank] = doing
+            self._first.setdefault(rank, doing)
+
+    def found(self) -> list[Straggler]:
+        """Return the stragglers of the last steps, without those that have been returned already,
+        and were slow ever since.
+        """
+        if len(self._ranks) < 2 or len(self._last) < len(self._ranks):
+            return []
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+        steps = {
+            rank: self._last[rank].worked_steps - self._first[rank].worked_steps
+            for rank in self._ranks
+        }
+        if min(steps.values()) < STEPS or now - self._began < SECONDS:
+            return []
+        seconds = {
+            rank: (self._last[rank].worked - self._first[rank].worked) / count
+            for rank, count in steps.items()
+        }
+        found = [
+            Straggler(rank, of_rank / peers, of_rank, steps[rank])
+            for rank, of_rank in seconds.items()
+            if (
+                peers := statistics.median(
+                    value for other, value in seconds.items() if other != rank
+                )
+            )
+            > 0
+            and of_rank >= self._factor * peers
+        ]
+        news = [each for each in found if each.rank not in self._slow]
+        self._slow = frozenset(each.rank for each in found)
+        self._began, self._first = now, dict(self._last)
+        return news
+
+
+def peers_of(plan: Plan) -> tuple[int, ...]:
+    """Return the ranks of a plan that do the same work: none for pipelines."""
+    return () if plan.pipeline is not None else tuple(range(plan.world_size))
+
+
+def device_of_rank(plan: Plan, seats: Sequence[str], rank: int) -> str:
+    """Return the device of a rank for people: the number of its GPU on its node, or "CPU".
+
+    Args:
+        plan: plan of the run.
+        seats: node of each rank.
+        rank: the rank.
+    """
+    if plan.cluster.device == "cpu":
+        return "CPU"
+    return f"GPU {seats[:rank].count(seats[rank])}"

@@ -1,0 +1,87 @@
+"""The C++ compiler is asked once per node, not once per process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch._inductor import codecache, cpu_vec_isa
+
+from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Questions that Inductor has asked. A probe fails whose code begins with "no"."""
+    questions: list[str] = []
+
+    def check_build(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
+        questions.append(code)
+        return not code.startswith("no")
+
+    def precompile_header(header: str, hashable_cmd_line: str, **command: object) -> str:
+        questions.append(header)
+        path = tmp_path / "header.h"
+        path.with_name("header.h.gch").touch()
+        return str(path)
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check_build)
+    monkeypatch.setattr(codecache, "_precompile_header", precompile_header)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return questions
+
+
+def probe(code: str, instructions: cpu_vec_isa.VecISA | None = None) -> bool:
+    """Probe as a new process would."""
+    with remembered_answers():
+        chosen = cpu_vec_isa.VecAVX2() if instructions is None else instructions
+        return chosen.check_build(code)
+
+
+def precompile(header: str, command: str = "g++") -> str:
+    """Precompile a header as a new process would."""
+    with remembered_answers():
+        return codecache._precompile_header(header, command)
+
+
+def test_a_probe_that_succeeds_is_remembered(asked: list[str]) -> None:
+    assert [probe("code"), probe("code")] == [True, True]
+    assert asked == ["code"]
+
+
+def test_a_probe_that_fails_is_repeated(asked: list[str]) -> None:
+    assert [probe("no code"), probe("no code")] == [False, False]
+    assert asked == ["no code", "no code"]
+
+
+def test_other_code_and_other_instructions_are_probed(asked: list[str]) -> None:
+    probe("code")
+    probe("other code")
+    probe("code", cpu_vec_isa.VecAVX512())
+    assert asked == ["code", "other code", "code"]
+
+
+def test_another_compiler_is_asked(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    probe("code")
+    monkeypatch.setattr(cpu_vec_isa, "_get_isa_dry_compile_fingerprint", lambda flags: "clang")
+    probe("code")
+    assert asked == ["code", "code"]
+
+
+def test_a_header_is_precompiled_once_for_a_command(asked: list[str]) -> None:
+    assert precompile("a.h") == precompile("a.h")
+    precompile("a.h", "g++ -O1")
+    assert asked == ["a.h", "a.h"]
+
+
+def test_a_precompiled_header_that_was_deleted_is_made_again(asked: list[str]) -> None:
+    made = Path(precompile("a.h"))
+    made.with_name("header.h.gch").unlink()
+    precompile("a.h")
+    assert asked == ["a.h", "a.h"]
+
+
+def test_outside_of_the_context_torch_is_as_it_was(asked: list[str]) -> None:
+    probe("code")
+    cpu_vec_isa.VecAVX2().check_build("code")
+    assert asked == ["code", "code"]
