@@ -56,7 +56,7 @@ def remembered_answers() -> Iterator[None]:
         return path
 
     cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
-    codecache._precompile_header = precompile_header
+    codecache._precompile_header = precompile_header  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -73,7 +73,9 @@ class Placing(State):
 
     def __init__(self, run: SupervisedRun) -> None:
         super().__init__(run)
-        self._began = run.clock()
+        if run.placing_since is None:
+            run.placing_since = run.clock()
+        self._began = run.placing_since
         self._is_writable = False
         self._reported_at = -float("inf")
 
@@ -271,6 +273,7 @@ class Preparing(_OnNodes):
 
     def next(self, *, is_time: bool) -> State:
         if self.watched.attempt.trains.is_set():
+            self.run.placing_since = None
             return Running(self.run, self.watched)
         return super().next(is_time=is_time)
 
@@ -300,6 +303,7 @@ class Recovering(State):
 
     def __init__(self, run: SupervisedRun, failure: Failure) -> None:
         super().__init__(run)
+        run.placing_since = None
         # at the end of a run the ranks have waited for storage already
         is_ending = any(beat.doing.phase is Phase.ENDING for beat in run.inbox.beats)
         stepped = run.journal.new_step() and not is_ending

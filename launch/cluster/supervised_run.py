@@ -87,6 +87,7 @@ class SupervisedRun:
         lost: ids of nodes that did not respond; they are not used until they respond.
         stop_requested: True once the run was asked to stop.
         number: number of the last attempt.
+        placing_since: when the run began to wait for the nodes of its next attempt, if it does.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class SupervisedRun:
         self.lost: set[str] = set()
         self.stop_requested = False
         self.number = 0
+        self.placing_since: float | None = None
         self._looked_at = -float("inf")
 
     def is_stopping(self) -> bool:

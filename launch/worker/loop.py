@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trainload.autograd_trace.derivation.named_groups import begun_collectives, bind_groups
+from trainload.autograd_trace.derivation.wait_time import WaitTime
 from trainload.autograd_trace.optimizer.rounds import draws_before
 from trainload.core.errors import (
     CheckpointError,
@@ -53,7 +54,6 @@ from trainload.launching.worker.preparation import Keeper, Opened, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Verifier
-from trainload.launching.worker.wait_time import WaitTime
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 SCALING = "loss scaling"

@@ -15,9 +15,10 @@ IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
 PRIVATE_TORCH = frozenset(
     {
         "autograd_trace/derivation/aot.py",
+        "autograd_trace/derivation/compiler_answers.py",
         "autograd_trace/derivation/inductor.py",
         "autograd_trace/derivation/named_groups.py",
-        "autograd_trace/derivation/compiler_answers.py",
+        "autograd_trace/derivation/wait_time.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
         "packaging/graphs/graph_replacement.py",
