@@ -102,8 +102,10 @@ class Relay:
                 case Met(request):
                     self._pending.met.append(request)
                     self._request = Request.NONE if self._request is request else self._request
-                case Flush():
-                    threading.Thread(target=self._flush_for, args=(rank,), daemon=True).start()
+                case Flush(number):
+                    threading.Thread(
+                        target=self._flush_for, args=(rank, number), daemon=True
+                    ).start()
         self._wake.set()
 
     def fail(self, error: TrainloadError) -> None:
@@ -133,9 +135,9 @@ class Relay:
         self._wake.set()
         self._thread.join(_ANSWER_SECONDS)
 
-    def _flush_for(self, rank: RelayedRank) -> None:
+    def _flush_for(self, rank: RelayedRank, number: int) -> None:
         self.flush()
-        rank.send(Flushed())
+        rank.send(Flushed(number))
 
     def _run(self) -> None:
         while not self._closed.is_set():

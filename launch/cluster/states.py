@@ -73,10 +73,8 @@ class Placing(State):
 
     def __init__(self, run: SupervisedRun) -> None:
         super().__init__(run)
-        if run.placing_since is None:
-            run.placing_since = run.clock()
-        self._began = run.placing_since
-        self._is_writable = False
+        self._began = run.clock()
+        self._is_writable = self._waited_for_storage = False
         self._reported_at = -float("inf")
 
     def advance(self) -> State:
@@ -88,7 +86,8 @@ class Placing(State):
             self._is_writable = self._try_to_write()
             if not self._is_writable:
                 return self
-            self._began = run.clock()
+            if run.placing_since is None or self._waited_for_storage:
+                run.placing_since = run.clock()
         nodes = run.cluster.nodes()
         if run.lost:
             run.lost &= run.cluster.unreachable([node.id for node in nodes if node.id in run.lost])
@@ -116,6 +115,7 @@ class Placing(State):
                     where=str(run.run_dir),
                     hint=f"When it is writable again, continue with: {run.resume_command()}",
                 ) from error
+            self._waited_for_storage = True
             self._report(f"for storage: {run.run_dir} cannot be written: {error.strerror}")
             return False
         return True
@@ -128,7 +128,8 @@ class Placing(State):
         """
         run = self.run
         least = least_plan(run.spec)
-        name, waited = resource_of(least.cluster.device), run.clock() - self._began
+        assert run.placing_since is not None, "it is set before nodes are looked for"
+        name, waited = resource_of(least.cluster.device), run.clock() - run.placing_since
         free = (
             ", ".join(f"{node.free} of {node.devices}" for node in nodes if node.id not in run.lost)
             or "none"

@@ -83,9 +83,19 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Message: report when the driver's journal has all events so far."""
+    """Message: report when the driver's journal has all events so far.
+
+    Attributes:
+        number: number of the request, which is in its answer.
+    """
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """Message to the rank: the journal has all events before the last `Flush`, or timed out."""
+    """Message to the rank: the journal has all events before `Flush` of this number, or timed
+    out.
+    """
+
+    number: int

@@ -73,7 +73,7 @@ def _receive(
             if isinstance(message, Request):
                 contact.request(message)
             elif isinstance(message, Flushed):
-                contact.flushed.set()
+                contact.hear_flushed(message.number)
             elif isinstance(message, Abort):
                 contact.aborted.set()
                 abort_groups(contact.groups)
@@ -156,7 +156,6 @@ class PipeContact:
 
     Attributes:
         groups: names of the process groups of the current task.
-        flushed: set when the node's actor has answered `Flush`.
         aborted, lingers: as in `Contact`.
     """
 
@@ -166,7 +165,8 @@ class PipeContact:
         self.aborted, self.lingers = threading.Event(), False
         self._sending = threading.Lock()
         self._request = Request.NONE
-        self.flushed = threading.Event()
+        self._flushes = 0
+        self._flushed = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -183,9 +183,15 @@ class PipeContact:
         self.send(Event(kind, data, time.time()))
 
     def flush(self) -> None:
-        self.flushed.clear()
-        self.send(Flush())
-        self.flushed.wait(_FLUSH_SECONDS)
+        self._flushed.clear()
+        self._flushes += 1
+        self.send(Flush(self._flushes))
+        self._flushed.wait(_FLUSH_SECONDS)
+
+    def hear_flushed(self, number: int) -> None:
+        """Receive the answer to the flush of this number; one that is late does not count."""
+        if number == self._flushes:
+            self._flushed.set()
 
     def asked(self) -> Request:
         return self._request

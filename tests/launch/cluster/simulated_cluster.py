@@ -6,7 +6,7 @@ Ranks report to a real `Mailbox`, and the driver writes real journals and states
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,11 +111,20 @@ class SimulatedAttempt:
         phase: Phase = Phase.STEP,
         failure: TrainloadError | None = None,
         met: Sequence[Request] = (),
+        worked: Mapping[int, tuple[int, float]] | None = None,
     ) -> None:
-        """Report as the ranks' nodes do, and receive the pending request."""
+        """Report as the ranks' nodes do, and receive the pending request.
+
+        `worked`: rank -> number of steps, and seconds of its own work in them.
+        """
         self._reports += 1
         beats = [
-            Beat(rank, seat, 100 + rank, Doing(phase, step=self.step))
+            Beat(
+                rank,
+                seat,
+                100 + rank,
+                Doing(phase, self.step, 0, "", 0, "", "", 0, *(worked or {}).get(rank, ())),
+            )
             for rank, seat in enumerate(self.seats)
         ]
         self.request, *_ = self._cluster.mailbox.report(

@@ -13,7 +13,7 @@ from trainload.core.errors import DataError, StorageError
 from trainload.launching.cluster import relay as module
 from trainload.launching.cluster.mailbox import Beat, Collected, Mailbox, NodeReport
 from trainload.launching.cluster.relay import Relay
-from trainload.launching.ranks.rank_messages import Met, Printed
+from trainload.launching.ranks.rank_messages import Flushed, Met, Printed
 from trainload.launching.run.activity import Doing, Phase
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event
@@ -191,6 +191,15 @@ def test_a_flush_waits_for_the_journal_even_if_responses_get_lost(
     monkeypatch.setattr("time.sleep", sleep)
     relay.flush()
     assert written == [1]
+
+
+def test_the_answer_to_a_flush_has_its_number(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank()
+    monkeypatch.setattr(relay, "flush", lambda: None)
+    relay._flush_for(rank, 3)
+    assert rank.received == [Flushed(3)]
 
 
 def test_a_flush_gives_up_if_nobody_responds(relay: Relay, lost: list[bool]) -> None:

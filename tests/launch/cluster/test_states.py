@@ -36,6 +36,7 @@ from trainload.launching.cluster.states import (
     Running,
     Stopping,
 )
+from trainload.launching.run import straggler
 from trainload.launching.run.activity import Phase
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import JOURNAL, Event, read_events
@@ -218,6 +219,37 @@ def test_devices_that_were_taken_meanwhile_are_no_failure(driver: Driver) -> Non
     driver.cluster.attempt.end()
     assert isinstance(driver.advance(), Placing)
     assert driver.messages("failure") == []
+
+
+def test_devices_that_are_taken_meanwhile_do_not_extend_the_patience(driver: Driver) -> None:
+    driver.advance()
+    driver.advance(seconds=PATIENCE - 1)
+    driver.cluster.attempt.error = DevicesTakenError("a")
+    driver.cluster.attempt.end()
+    assert isinstance(driver.advance(), Placing)
+    driver.cluster.taken = {"b"}
+    with pytest.raises(ClusterError, match="too few free nodes"):
+        driver.advance(seconds=2)
+
+
+def test_a_run_that_has_trained_waits_anew(driver: Driver) -> None:
+    attempt = driver.train()
+    driver.advance(seconds=PATIENCE - 1)
+    attempt.die(0)
+    driver.reach(Recovering)
+    driver.cluster.taken = {"b"}
+    driver.reach(Placing)
+    driver.advance(seconds=2)
+    assert isinstance(driver.state, Placing)
+
+
+def test_a_rank_that_is_slower_than_the_others_is_reported(driver: Driver) -> None:
+    attempt = driver.train()
+    for number in range(1, 2 * straggler.STEPS + 1):
+        attempt.report(worked={0: (number, 0.1 * number), 1: (number, 0.3 * number)})
+        driver.advance(seconds=straggler.SECONDS / straggler.STEPS)
+    (message,) = driver.messages("warning")
+    assert message.startswith("rank 1 (node b, CPU) is 3.0 times slower than the others: 0.3 s")
 
 
 def test_ranks_that_never_report_hang(driver: Driver) -> None:
