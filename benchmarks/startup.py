@@ -72,15 +72,20 @@ class Run:
     moments: list[tuple[float, str]]
 
 
-def run(system: str, inputs: Inputs, cache: Path, address: str | None) -> Run:
-    """Run one command to its end."""
-    folder = Path(tempfile.mkdtemp(dir=inputs.scratch))
-    environment = {
-        **os.environ,
+def cache_variables(cache: Path) -> dict[str, str]:
+    """Return the environment variables of a folder with all caches."""
+    cache.mkdir(mode=0o700, exist_ok=True)
+    return {
         "TRAINLOAD_CACHE_DIR": str(cache / "trainload"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRAINLOAD_STATE_DIR": str(cache / "state"),
     }
+
+
+def run(system: str, inputs: Inputs, cache: Path, address: str | None) -> Run:
+    """Run one command to its end."""
+    folder = Path(tempfile.mkdtemp(dir=inputs.scratch))
+    environment = {**os.environ, **cache_variables(cache)}
     out, run_dir = folder / "time", folder / "run"
     common = ["--data", inputs.data, "--steps", STEPS]
     there = [] if address is None else ["--address", address]
@@ -166,8 +171,13 @@ def seen_processes() -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def cluster_that_is_up() -> Iterator[str]:
-    """Run a Ray cluster of two CPUs within the context. Yields its address."""
+def cluster_that_is_up(cache: Path) -> Iterator[str]:
+    """Run a Ray cluster of two CPUs within the context, whose processes use a cache.
+
+    Yields:
+        Its address.
+    """
+    os.environ |= cache_variables(cache)
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     from ray.cluster_utils import Cluster
 
@@ -228,26 +238,29 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trainload-startup-") as name:
         inputs = prepare_inputs(Path(name))
 
-        def compare(kind: str, system: str, number: int, address: str | None) -> None:
-            # Each cold run has its own cache; warm runs continue with that of the last cold run.
-            cache = inputs.scratch / f"cache-{number}-{system.replace(' ', '-')}"
-            cache.mkdir(mode=0o700, exist_ok=True)
-            found = run(system, inputs, cache, address)
-            runs[system][kind].append(found)
-            note(f"{system}, {kind}: first step after {found.first_step:.1f} s")
+        def compare(
+            kind: str, system: str, cache: str, address: str | None, *, counts: bool = True
+        ) -> None:
+            found = run(system, inputs, inputs.scratch / f"cache-{cache}", address)
+            if counts:
+                runs[system][kind].append(found)
+            said = "" if counts else " (fills the cache, does not count)"
+            note(f"{system}, {kind}: first step after {found.first_step:.1f} s{said}")
 
+        # Each cold run has its own cache; warm runs continue with that of the last cold run.
         last = max(arguments.cold - 1, 0)
         for number in range(arguments.cold):
             for system in systems:
-                compare("cold", system, number, None)
+                compare("cold", system, f"{number}-{systems.index(system)}", None)
         for _ in range(arguments.warm):
             for system in systems:
-                compare(f"warm, {LOCAL}", system, last, None)
+                compare(f"warm, {LOCAL}", system, f"{last}-{systems.index(system)}", None)
         if arguments.warm:
-            with cluster_that_is_up() as address:
-                for _ in range(arguments.warm):
+            # the cluster's processes have one cache, whichever command uses them
+            with cluster_that_is_up(inputs.scratch / "cache-up") as address:
+                for number in range(arguments.warm + 1):
                     for system in systems:
-                        compare(f"warm, {UP}", system, last, address)
+                        compare(f"warm, {UP}", system, "up", address, counts=number > 0)
     first = {
         system: {kind: median(each.first_step for each in of_kind[kind]) for kind in kinds}
         for system, of_kind in runs.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, GetTimeoutError
@@ -111,7 +111,7 @@ class SimulatedAttempt:
         phase: Phase = Phase.STEP,
         failure: TrainloadError | None = None,
         met: Sequence[Request] = (),
-        worked: Mapping[int, tuple[int, float]] | None = None,
+        worked: Mapping[int, tuple[int, float]] = MappingProxyType({}),
     ) -> None:
         """Report as the ranks' nodes do, and receive the pending request.
 
@@ -123,7 +123,7 @@ class SimulatedAttempt:
                 rank,
                 seat,
                 100 + rank,
-                Doing(phase, self.step, 0, "", 0, "", "", 0, *(worked or {}).get(rank, ())),
+                Doing(phase, self.step, self._reports, "", 0, "", "", 0, *worked.get(rank, ())),
             )
             for rank, seat in enumerate(self.seats)
         ]
