@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _NETWORK = "10.78.0"
 _BRIDGE = "tlbr"
@@ -31,6 +32,7 @@ _START_SECONDS = 60.0
 _ETHERNET, _IPV4, _TCP = 14, 0x0800, 6
 _SOL_PACKET, _PACKET_VNET_HDR, _VNET_BYTES = 263, 15, 10
 _FRAME_BYTES = 1 << 17
+_VARIABLES = {"GLOO_SOCKET_IFNAME": "eth0", "RAY_AUTH_MODE": "disabled"}
 
 
 def _ip(*words: str) -> None:
@@ -42,7 +44,7 @@ class NetworkNodes:
 
     def __init__(self, count: int) -> None:
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        os.environ |= _VARIABLES
         self._names: list[str] = []
         self._is_over = threading.Event()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -53,7 +55,8 @@ class NetworkNodes:
         port = _CONTROL_PORTS[0]
         self.address = f"{_NETWORK}.1:{port}"
         try:
-            self._run("head", [], ["--head", f"--port={port}", "--num-cpus=0"], 1)
+            options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
+            self._run("head", [], options, 1)
             for _ in range(count):
                 self.add()
         except BaseException:
@@ -95,7 +98,6 @@ class NetworkNodes:
             f"--object-manager-port={first + 1}",
             f"--min-worker-port={first + 10}",
             f"--max-worker-port={first + _PORTS_EACH - 1}",
-            "--include-dashboard=false",
             "--disable-usage-stats",
             *options,
         ]
@@ -155,8 +157,7 @@ class NetworkNodes:
         """End all nodes, and remove their interfaces."""
         self._is_over.set()
         for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+            _kill_with_descendants(process.pid)
         for name in self._names:
             _end_processes_in(name)
         for thread in self._threads:
@@ -164,7 +165,22 @@ class NetworkNodes:
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], check=False)
         subprocess.run(["ip", "link", "del", _BRIDGE], check=False)
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        for name in _VARIABLES:
+            del os.environ[name]
+
+
+def _kill_with_descendants(pid: int) -> None:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    doomed = [pid]
+    for each in doomed:
+        doomed += children.get(each, [])
+    for each in doomed:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def _end_processes_in(namespace: str) -> None:
