@@ -163,6 +163,7 @@ class NetworkNodes:
         for thread in self._threads:
             thread.join(_START_SECONDS)
         for name in self._names:
+            subprocess.run(["ip", "link", "del", f"{name}b"], check=False)
             subprocess.run(["ip", "netns", "del", name], check=False)
         subprocess.run(["ip", "link", "del", _BRIDGE], check=False)
         for name in _VARIABLES:
