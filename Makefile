@@ -19,7 +19,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published reshard simulate remat retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published checkpoints reshard simulate remat retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -137,6 +137,9 @@ remat: env
 
 memory: env
 	$(BIN)/python benchmarks/memory.py
+
+checkpoints: env
+	$(BIN)/python benchmarks/checkpoints.py
 
 reshard: env
 	$(BIN)/python benchmarks/reshard.py

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tests.ports import free_port
 
 from trainload.core.errors import ClusterError
 from trainload.launching.cluster import connection
-from trainload.launching.cluster.connection import connected, present_token
+from trainload.launching.cluster.connection import connected, connecting_early, present_token
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +82,75 @@ def test_a_token_that_ray_would_not_read_any_more_is_an_error(
         connected("head:6379"),
     ):
         pass
+
+
+# Connecting early
+
+
+class FakeRay:
+    """Stands for the module `ray` of a connection."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def shutdown(self) -> None:
+        self.ended.set()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeRay]:
+    """Connections that were made."""
+    found: list[FakeRay] = []
+
+    def connect(address: str | None) -> FakeRay:
+        if address == "missing":
+            raise ClusterError("no Ray cluster responds")
+        found.append(FakeRay())
+        return found[-1]
+
+    monkeypatch.setattr(connection, "_connect", connect)
+    monkeypatch.setattr(connection, "_own_fork_server", lambda: nullcontext(Path("socket")))
+    return found
+
+
+def test_a_connection_that_was_begun_early_is_used(made: list[FakeRay]) -> None:
+    with connecting_early("head:6379"), connected("head:6379"):
+        assert not made[0].ended.is_set()
+    assert len(made) == 1
+    assert made[0].ended.is_set()
+
+
+def test_it_is_used_once(made: list[FakeRay]) -> None:
+    with connecting_early("head:6379"):
+        for _ in range(2):
+            with connected("head:6379"):
+                pass
+    assert len(made) == 2
+
+
+def test_one_that_is_not_used_is_ended(made: list[FakeRay]) -> None:
+    def work() -> None:
+        with connecting_early(None):
+            raise ValueError("the package is damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        work()
+    assert [each.ended.is_set() for each in made] == [True]
+
+
+def test_its_error_is_raised_when_it_is_used(made: list[FakeRay]) -> None:
+    with connecting_early("missing"):
+        pass
+    with connecting_early("missing"), pytest.raises(ClusterError), connected("missing"):
+        pass
+    assert made == []
+
+
+@pytest.mark.parametrize("address", [None, "head:6379"])
+def test_only_a_local_cluster_ends_with_the_connection(
+    address: str | None, made: list[FakeRay]
+) -> None:
+    with connected(address) as found:
+        assert found.is_temporary == (address is None)
+        assert found.fork_server == (Path("socket") if address is None else None)
+    assert len(made) == 1

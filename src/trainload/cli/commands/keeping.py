@@ -29,8 +29,10 @@ _MOST_LOSSES = 3
 def kept_run() -> Path | None:
     """Return the folder of the run that this process drives for a supervisor; None if it has no
     supervisor.
+
+    Only the first call does, so that programs that this process starts have none.
     """
-    run_dir = os.environ.get(KEPT)
+    run_dir = os.environ.pop(KEPT, None)
     return None if run_dir is None else Path(run_dir)
 
 

@@ -151,14 +151,15 @@ def launch(
         raise click.UsageError(
             "--backend torchrun needs --run-dir: all ranks must name the same folder."
         )
+    kept = kept_run()
     run_dir = (
-        kept_run()
+        kept
         or run_dir
         or Path("runs") / f"{run_name(package)}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     )
-    if kept_run() is not None:
+    if kept is not None:
         stop_with_parent()
-    elif address is not None and not (detach or dry_run or run_dir.exists()):
+    elif address is not None and not (detach or dry_run or (run_dir / "run.json").exists()):
         return keep_run(run_dir.absolute(), address, as_json, launched=given_arguments())
     chosen = parse_settings(assignments)
     _check_one_plan(
