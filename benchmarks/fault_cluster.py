@@ -455,7 +455,7 @@ def corrupt_checkpoint(run: Run) -> None:
     from trainload.launching.checkpoints.index import published
 
     step, folder = list(published(run.folder).items())[-1]
-    shard = next(iter(sorted(folder.glob("*.safetensors"))))
+    shard = max(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
     with shard.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)

@@ -10,6 +10,7 @@ are equal to those of the undisturbed run. See fault_cluster.py.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -128,11 +129,11 @@ def measure(scratch: Path, names: Sequence[str]) -> dict[str, Any]:
     reference = losses_by_step(run.events)
     assert len(reference) == STEPS
     chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
-    return {
-        "steps": STEPS,
-        "hang_timeout": HANG_TIMEOUT,
-        "rows": [apply_fault(fault, package, scratch, reference) for fault in chosen],
-    }
+    rows: list[dict[str, Any]] = []
+    for fault in chosen:
+        rows.append(apply_fault(fault, package, scratch, reference))
+        note(f"{fault.name}: " + json.dumps(rows[-1]))  # if a later one fails, this is known
+    return {"steps": STEPS, "hang_timeout": HANG_TIMEOUT, "rows": rows}
 
 
 def show(result: dict[str, Any]) -> None:
