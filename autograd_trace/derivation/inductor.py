@@ -166,10 +166,13 @@ def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
 
 
 def import_loader() -> None:
-    """Import the modules that every compiled graph imports, so that forked processes have them."""
+    """Import the modules that every compiled graph imports, so that forked processes have them.
+
+    Not `torch.utils.cpp_extension`: with a CUDA toolkit it initialises CUDA, which forked processes
+    could not use then.
+    """
     import torch._inductor.async_compile
-    import torch._inductor.select_algorithm
-    import torch.utils.cpp_extension  # noqa: F401
+    import torch._inductor.select_algorithm  # noqa: F401
 
 
 _CONTROL_FLOW = (
