@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from matrix_stack import ROWS, begin_save, make_job, make_model, random_state
 from measure import MIB, RESULTS, ROOT, machine, median, note, save, screen, table
 
 SYSTEMS = ("trainload", "DCP, safetensors", "DCP, torch.save")
@@ -38,30 +39,6 @@ FIGURES = (
     "verify and load, same ranks",
 )
 SAVED_ON, OTHER = 2, 4
-ROWS = 16
-
-
-def make_model(width: int, layers: int) -> Any:
-    """Return the stack of matrices."""
-    from torch import nn
-
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-
-
-def make_job(width: int, layers: int) -> Any:
-    """Return a job that trains it."""
-    import torch
-
-    import trainload
-
-    return trainload.Job(
-        model=make_model(width, layers),
-        batch={"x": torch.randn(2, width)},
-        loss=lambda m, b: m(b["x"]).square().mean(),
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
-        steps=1,
-        global_batch=ROWS,
-    )
 
 
 @contextmanager
@@ -107,64 +84,44 @@ class Ours:
 
     def save(self) -> tuple[float, float]:
         """Save. Returns the seconds of the pause, and those until it is durable."""
-        import torch
-
         from trainload.launching.checkpoints.checkpoint_place import place_of
-        from trainload.launching.checkpoints.index import DataPosition
         from trainload.launching.checkpoints.retention import Retention
-        from trainload.launching.checkpoints.sharded_state import ShardedState, held
         from trainload.launching.checkpoints.writer import CheckpointWriter
 
-        flats: dict[str, dict[str, Any]] = {}
-        for bucket in self._plan.buckets:
-            sizes = {
-                entry: held(self._plan, bucket, entry, self._rank)
-                for entry in ("param", "exp_avg", "exp_avg_sq")
-            }
-            flats[bucket.name] = {
-                entry: torch.randn(stop - start) for entry, (start, stop) in sizes.items()
-            }
-        scalars = {bucket.name: {"step": torch.tensor(1.0)} for bucket in self._plan.buckets}
+        state = random_state(self._plan, self._rank)
         writer = CheckpointWriter(
             place_of(self._folder / "run"), self._plan, self._rank, "written", keep=Retention(1)
         )
-        pause = timed(
-            lambda: writer.save(
-                1,
-                ShardedState(flats, scalars, {}),
-                DataPosition(fingerprint="f" * 64, seed=0, position=ROWS),
-                {},
-            )
-        )
+        pause = timed(lambda: begin_save(writer, state))
         began = time.perf_counter()
         writer.wait()
         return pause, pause + time.perf_counter() - began
 
-    def load(self) -> float:
-        """Load. Returns the seconds."""
-        from trainload.launching.checkpoints.checkpoint_place import place_of
-        from trainload.launching.checkpoints.load import load_sharded
-        from trainload.launching.checkpoints.reader import Checkpoint, latest_checkpoint
+    def load(self, *, verifies: bool = False) -> float:
+        """Load, after a verification of all digests if `verifies`, each rank some of them.
 
-        def work() -> None:
-            path = latest_checkpoint(place_of(self._folder / "run"))
-            assert path is not None
-            load_sharded(Checkpoint.open(path), self._plan, self._rank)
-
-        return timed(work)
-
-    def verify_and_load(self) -> float:
-        """Verify all digests, each rank some of them, and load. Returns the seconds."""
+        Returns the seconds.
+        """
         import torch.distributed as dist
 
         from trainload.launching.checkpoints.checkpoint_place import place_of
         from trainload.launching.checkpoints.load import load_sharded
-        from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+        from trainload.launching.checkpoints.reader import (
+            Checkpoint,
+            latest_checkpoint,
+            usable_checkpoint,
+        )
+
+        place = place_of(self._folder / "run")
 
         def work() -> None:
-            usable = usable_checkpoint(place_of(self._folder / "run"), control=dist.group.WORLD)
-            assert usable.path is not None, usable
-            load_sharded(Checkpoint.open(usable.path), self._plan, self._rank)
+            path = (
+                usable_checkpoint(place, control=dist.group.WORLD).path
+                if verifies
+                else latest_checkpoint(place)
+            )
+            assert path is not None
+            load_sharded(Checkpoint.open(path), self._plan, self._rank)
 
         return timed(work)
 
@@ -259,7 +216,7 @@ def work(
         else:
             found["load"] = subject.load()
             if isinstance(subject, Ours):
-                found["verify"] = subject.verify_and_load()
+                found["verify"] = subject.load(verifies=True)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
 

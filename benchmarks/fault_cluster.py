@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from faults_op import BROKEN, SLOW, STUCK
+from faults_op import BROKEN, SLOW, STUCK, SWITCHES
 from measure import ROOT, note
 from network_nodes import NetworkNodes, Weather
 
@@ -529,7 +529,7 @@ def set_up(scratch: Path) -> Path:
     from prepare import prepare
 
     os.environ["TRAINLOAD_CACHE_DIR"] = str(scratch / "cache")
-    for name in (STUCK, BROKEN, SLOW):
+    for name in SWITCHES:
         os.environ[name] = str(scratch / name)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH")))

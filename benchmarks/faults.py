@@ -32,7 +32,7 @@ from fault_cluster import (
     time_said,
     write_rows,
 )
-from faults_op import BROKEN, SLOW, STUCK
+from faults_op import SWITCHES
 from measure import RESULTS, machine, note, save, screen, table
 from network_nodes import NetworkNodes
 
@@ -61,7 +61,7 @@ def apply_fault(
 ) -> dict[str, Any]:
     """Inject a fault into a run, and return a row of the table."""
     note(fault.name)
-    for name in (STUCK, BROKEN, SLOW):
+    for name in SWITCHES:
         Path(os.environ[name]).unlink(missing_ok=True)
     nodes = NetworkNodes(fault.nodes) if fault.networked else Nodes(fault.nodes)
     try:

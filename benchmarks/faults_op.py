@@ -17,6 +17,7 @@ BROKEN = "TRAINLOAD_FAULTS_BROKEN"
 """Same, but the process computes NaN and removes the file."""
 SLOW = "TRAINLOAD_FAULTS_SLOW"
 """Same, but the process takes three times as long."""
+SWITCHES = (STUCK, BROKEN, SLOW)
 PACE = "TRAINLOAD_FAULTS_PACE"
 """Minimum duration of a call in seconds, so that steps take as long as those of a larger model.
 

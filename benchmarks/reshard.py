@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from matrix_stack import ROWS, begin_save, make_job, random_state
 from measure import MIB, RESULTS, ROOT, PeakMemory, alone, machine, note, save, screen, table
 
 PLANS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
@@ -35,37 +36,14 @@ EXPECTED = (
     "reads within 1.1 of what a rank holds where shares are rows; beside it less than a bucket's"
     " 25 MiB"
 )
-ROWS = 16
-
-
-def make_job(width: int, layers: int) -> Any:
-    """Build a job with a stack of matrices."""
-    import torch
-    from torch import nn
-
-    import trainload
-
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    return trainload.Job(
-        model=model,
-        batch={"x": torch.randn(2, width)},
-        loss=lambda m, b: m(b["x"]).square().mean(),
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
-        steps=1,
-        global_batch=ROWS,
-    )
 
 
 def write(package: str, run: str) -> None:
     """Write the checkpoint, with all ranks in this process."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-    import torch
-
     import trainload
     from trainload.launching.checkpoints.checkpoint_place import place_of
-    from trainload.launching.checkpoints.index import DataPosition
     from trainload.launching.checkpoints.retention import Retention
-    from trainload.launching.checkpoints.sharded_state import ShardedState, held
     from trainload.launching.checkpoints.writer import CheckpointWriter
 
     plan = trainload.plan(trainload.open(package), trainload.Cluster(devices_per_node=4), "zero3")
@@ -74,22 +52,7 @@ def write(package: str, run: str) -> None:
         for rank in range(plan.world_size)
     ]
     for rank, writer in enumerate(writers):
-        flats: dict[str, dict[str, torch.Tensor]] = {}
-        for bucket in plan.buckets:
-            sizes = {
-                entry: held(plan, bucket, entry, rank)
-                for entry in ("param", "exp_avg", "exp_avg_sq")
-            }
-            flats[bucket.name] = {
-                entry: torch.randn(stop - start) for entry, (start, stop) in sizes.items()
-            }
-        scalars = {bucket.name: {"step": torch.tensor(1.0)} for bucket in plan.buckets}
-        writer.save(
-            1,
-            ShardedState(flats, scalars, {}),
-            DataPosition(fingerprint="f" * 64, seed=0, position=ROWS),
-            {},
-        )
+        begin_save(writer, random_state(plan, rank))
     for writer in writers:
         writer.wait()
 

@@ -99,18 +99,15 @@ def run(system: str, inputs: Inputs, cache: Path, address: str | None) -> Run:
     output = folder / "output"
     began = time.time()
     with output.open("wb") as file, seen_processes() as seen:
-        process = subprocess.Popen(
+        status = subprocess.run(
             [str(part) for part in command],
             cwd=inputs.scratch,
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
-        )
-        try:
-            status = process.wait(RUN_SECONDS)
-        finally:
-            process.kill()
-            process.wait()
+            timeout=RUN_SECONDS,
+            check=False,
+        ).returncode
     whole = time.time() - began
     if status != 0:
         raise StartError(f"{system} ended with status {status}:\n{output.read_text()[-2000:]}")
@@ -155,11 +152,9 @@ def seen_processes() -> Iterator[dict[str, float]]:
                     name = (path / "comm").read_text().strip()
                 except OSError:  # it has ended
                     continue
-                known = next((each for each in _PROCESSES if name == each[:15]), None)
-                if known is None and name.startswith("ray::NodeActor"):
-                    known = "ray::NodeActor"
-                if known is not None:
-                    seen.setdefault(known, time.time())
+                name = name.partition(".")[0]  # of an actor that is being called
+                if name in _PROCESSES:
+                    seen.setdefault(name, time.time())
 
     thread = threading.Thread(target=look)
     thread.start()

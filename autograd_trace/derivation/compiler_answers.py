@@ -46,13 +46,10 @@ def remembered_answers() -> Iterator[None]:
 
     def precompile_header(header: str, hashable_cmd_line: str, **command: Any) -> str:
         answer = _answer(header, hashable_cmd_line)
-        if (
-            answer.exists()
-            and Path(path := answer.read_text()).with_name(Path(path).name + _PRECOMPILED).exists()
-        ):
-            return path
-        path = precompiling(header, hashable_cmd_line, **command)
-        _remember(answer, path)
+        path = answer.read_text() if answer.exists() else ""
+        if not path or not Path(path + _PRECOMPILED).exists():
+            path = precompiling(header, hashable_cmd_line, **command)
+            _remember(answer, path)
         return path
 
     cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign, assignment]

@@ -53,12 +53,12 @@ class WaitTime:
         if value.is_cuda:  # the host goes on, and the stream waits
             before, after = _event(), _event()
             before.record()
-            result: Tensor = _WAIT.default.redispatch(_TORCHS, value)
+            result = _torchs_wait(value)
             after.record()
             self._on_device.append((before, after))
             return result
         began = time.perf_counter()
-        result = _WAIT.default.redispatch(_TORCHS, value)
+        result = _torchs_wait(value)
         self._seconds += time.perf_counter() - began
         return result
 
@@ -67,8 +67,10 @@ _measuring: list[WaitTime] = []
 
 
 def _wait(value: Tensor) -> Tensor:
-    if _measuring:
-        return _measuring[-1].wait(value)
+    return _measuring[-1].wait(value) if _measuring else _torchs_wait(value)
+
+
+def _torchs_wait(value: Tensor) -> Tensor:
     result: Tensor = _WAIT.default.redispatch(_TORCHS, value)
     return result
 

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from typing import Any
 import grpc
 
 from trainload.core.errors import ClusterError, first_line
+from trainload.core.logs import log_handled
 from trainload.launching.ranks.fork_server import ForkServer
+
+_log = logging.getLogger(__name__)
 
 _LISTEN_SECONDS = 5.0
 _CLOSE_SECONDS = 30.0
@@ -99,9 +103,8 @@ class _Connecting:
 
     def __init__(self, address: str | None) -> None:
         self._address = address
-        self._connection: Connection | None = None
-        self._error: Exception | None = None
-        self._is_made, self._is_over = threading.Event(), threading.Event()
+        self._made: Future[Connection] = Future()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="connection", daemon=True)
         self._thread.start()
 
@@ -111,11 +114,7 @@ class _Connecting:
         Raises:
             ClusterError: as for `connected`.
         """
-        self._is_made.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._connection is not None
-        return self._connection
+        return self._made.result()
 
     def close(self) -> None:
         """End the connection, with the local cluster."""
@@ -127,15 +126,15 @@ class _Connecting:
             with _own_fork_server() if self._address is None else nullcontext() as server:
                 ray = _connect(self._address)
                 try:
-                    self._connection = Connection(self._address is None, server)
-                    self._is_made.set()
+                    self._made.set_result(Connection(self._address is None, server))
                     self._is_over.wait()
                 finally:
                     ray.shutdown()
-        except Exception as error:  # noqa: BLE001  # raised by the waiting thread
-            self._error = error
-        finally:
-            self._is_made.set()
+        except BaseException as error:  # noqa: BLE001  # raised by the waiting thread, or logged
+            if self._made.done():
+                log_handled(_log, "the connection to the cluster was not ended", error)
+            else:
+                self._made.set_exception(error)
 
 
 _begun_early: ContextVar[_Connecting | None] = ContextVar("connecting", default=None)

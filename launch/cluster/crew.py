@@ -43,7 +43,7 @@ class Crew:
         self, device: DeviceKind, idle_seconds: float, fork_server: Path | None = None
     ) -> None:
         self._device = device
-        self._of_all = (idle_seconds, fork_server)
+        self._idle_seconds, self._fork_server = idle_seconds, fork_server
         self._members: dict[str, _Member] = {}
 
     def nodes(self) -> list[Node]:
@@ -96,6 +96,6 @@ class Crew:
                     max_concurrency=_CALLS,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group),
                 )
-                .remote(node, *self._of_all)
+                .remote(node, self._idle_seconds, self._fork_server)
             )
             self._members[node] = _Member(actor, devices, group)

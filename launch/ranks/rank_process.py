@@ -165,8 +165,8 @@ class PipeContact:
         self.aborted, self.lingers = threading.Event(), False
         self._sending = threading.Lock()
         self._request = Request.NONE
-        self._flushes = 0
-        self._flushed = threading.Event()
+        self._flushes = self._answered = 0
+        self._answered_changes = threading.Condition()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -183,15 +183,18 @@ class PipeContact:
         self.send(Event(kind, data, time.time()))
 
     def flush(self) -> None:
-        self._flushed.clear()
-        self._flushes += 1
-        self.send(Flush(self._flushes))
-        self._flushed.wait(_FLUSH_SECONDS)
+        with self._answered_changes:
+            self._flushes += 1
+            number = self._flushes
+        self.send(Flush(number))
+        with self._answered_changes:
+            self._answered_changes.wait_for(lambda: self._answered >= number, _FLUSH_SECONDS)
 
     def hear_flushed(self, number: int) -> None:
-        """Receive the answer to the flush of this number; one that is late does not count."""
-        if number == self._flushes:
-            self._flushed.set()
+        """Receive the answer to the flush of this number; it does not count for a later one."""
+        with self._answered_changes:
+            self._answered = max(self._answered, number)
+            self._answered_changes.notify_all()
 
     def asked(self) -> Request:
         return self._request

@@ -51,7 +51,7 @@ class Stragglers:
         factor: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ranks = tuple(ranks)
+        self._ranks = frozenset(ranks)
         self._factor = factor
         self._clock = clock
         self._began: float | None = None
@@ -74,27 +74,23 @@ class Stragglers:
         now = self._clock()
         if self._began is None:
             self._began = now
+        if now - self._began < SECONDS:
+            return []
         steps = {
-            rank: self._last[rank].worked_steps - self._first[rank].worked_steps
-            for rank in self._ranks
+            rank: last.worked_steps - self._first[rank].worked_steps
+            for rank, last in self._last.items()
         }
-        if min(steps.values()) < STEPS or now - self._began < SECONDS:
+        if min(steps.values()) < STEPS:
             return []
         seconds = {
-            rank: (self._last[rank].worked - self._first[rank].worked) / count
-            for rank, count in steps.items()
+            rank: (last.worked - self._first[rank].worked) / steps[rank]
+            for rank, last in self._last.items()
         }
-        found = [
-            Straggler(rank, of_rank / peers, of_rank, steps[rank])
-            for rank, of_rank in seconds.items()
-            if (
-                peers := statistics.median(
-                    value for other, value in seconds.items() if other != rank
-                )
-            )
-            > 0
-            and of_rank >= self._factor * peers
-        ]
+        found = []
+        for rank, own in seconds.items():
+            others = statistics.median(each for other, each in seconds.items() if other != rank)
+            if 0 < others * self._factor <= own:
+                found.append(Straggler(rank, own / others, own, steps[rank]))
         news = [each for each in found if each.rank not in self._slow]
         self._slow = frozenset(each.rank for each in found)
         self._began, self._first = now, dict(self._last)
@@ -102,8 +98,9 @@ class Stragglers:
 
 
 def peers_of(plan: Plan) -> tuple[int, ...]:
-    """Return the ranks of a plan that do the same work: none for pipelines."""
-    return () if plan.pipeline is not None else tuple(range(plan.world_size))
+    """Return the ranks of a plan that do the same work; none for a pipeline or a single rank."""
+    alone = plan.pipeline is not None or plan.world_size == 1
+    return () if alone else tuple(range(plan.world_size))
 
 
 def device_of_rank(plan: Plan, seats: Sequence[str], rank: int) -> str:

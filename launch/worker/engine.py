@@ -399,7 +399,7 @@ class Engine:
         full = torch.ops._c10d_functional.all_gather_into_tensor(
             updated, self._plan.shard_degree, self._plan.shard_group
         )
-        result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(full)
         return result
 
     def _rank_tensor(self) -> Tensor:

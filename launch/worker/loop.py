@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_o
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Request
 from trainload.launching.run.run_spec import RunSpec, resume_command
+from trainload.launching.run.straggler import peers_of
 from trainload.launching.worker.agreement import check_same_collectives, check_same_data
 from trainload.launching.worker.engine import Draw, Engine, GraphResult, StepResult
 from trainload.launching.worker.evaluation import Evaluation
@@ -105,6 +106,7 @@ class _Worker:
         self._activity = Activity(partial(used_bytes, self._device))
         contact.report(self._activity)
         self._waits = WaitTime()
+        self._has_peers = bool(peers_of(spec.plan))
         self._run_dir = Path(spec.run_dir)
         self._checkpoints = place_of(self._run_dir, spec.checkpoints)
         self._control = dist.new_group(backend="gloo") if place.world > 1 else None
@@ -357,7 +359,7 @@ class _Worker:
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
         with (
             self._explaining(self._data, self._spec.data, f"step {step + 1}"),
-            self._waits.measured(),
+            self._waits.measured() if self._has_peers else nullcontext(),
         ):
             result = self._engine.step(step, draws)
         seconds = time.perf_counter() - began - self._waits.taken()

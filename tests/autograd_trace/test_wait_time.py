@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import on_ranks
+from tests.waiting import wait_until
 from torch import Tensor
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.autograd_trace.derivation.wait_time import WaitTime
+from trainload.core.atomic import replace_file
 
 c10d = torch.ops._c10d_functional
 PAUSE = 0.5
@@ -31,17 +32,28 @@ def alone(tmp_path: Path) -> Iterator[str]:
 
 
 def late(rank: int, world: int, folder: Path) -> None:
-    """Rank 1 begins a collective later than rank 0, which waits for it."""
+    """Rank 1 begins a collective when rank 0 has waited for it for PAUSE seconds, by a clock in a
+    file.
+    """
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     graph = symbolic_trace(
         lambda x: c10d.wait_tensor.default(c10d.all_reduce.default(x, "sum", name))
     )
+    clock, looked = folder / "clock", folder / f"looked-{rank}"
+    clock.write_text("0.0")
+
+    def now() -> float:
+        looked.touch()
+        return float(clock.read_text())
+
     waits = WaitTime()
     dist.barrier()
-    with waits.measured():
+    with pytest.MonkeyPatch.context() as patch, waits.measured():
+        patch.setattr("time.perf_counter", now)
         if rank == 1:
-            time.sleep(PAUSE)
+            wait_until((folder / "looked-0").exists)
+            replace_file(clock, str(PAUSE).encode())
         result = graph(torch.ones(2))
     torch.testing.assert_close(result, torch.full((2,), 2.0))
     (folder / f"waited-{rank}").write_text(str(waits.taken()))

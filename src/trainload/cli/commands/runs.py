@@ -169,8 +169,8 @@ def launch(
         chosen,
         nodes if nodes is None or nodes[0] == nodes[1] else None,
     )
-    if backend == "ray" and not detach and Path(package).exists():
-        _connect_early(address)
+    if not detach:
+        _connect_early(backend, address, Path(package))
     opened = shared.open_to_run(package)
     overrides = chosen.overrides
     changed = overrides.apply(opened, steps)
@@ -284,8 +284,6 @@ def evaluate(
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
     _check_ray(backend, address)
-    if backend == "ray" and Path(package).exists():
-        _connect_early(address)
     chosen = parse_settings(assignments)
     settings = _of_an_evaluation(chosen)
     if (
@@ -296,6 +294,7 @@ def evaluate(
             "--batches and --set eval_batches have different values: pass only one of them."
         )
     _check_one_plan(plan_file, workers, strategy, chosen, nodes)
+    _connect_early(backend, address, Path(package))
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
     changed = chosen.overrides.apply(opened)
@@ -326,13 +325,13 @@ def evaluate(
     show_record(result, as_json)
 
 
-def _connect_early(address: str | None) -> None:
+def _connect_early(backend: Backend, address: str | None, needed: Path) -> None:
     """Begin to connect to the run's cluster, until the end of this command.
 
-    If torch is imported already, opening and checking the package takes less time than a cluster
-    that would be started in vain if there is an error.
+    Not if that would probably be in vain: `needed`, a folder that the command reads, does not
+    exist. Nor if torch is imported already, since then what follows takes less time than a cluster.
     """
-    if "torch" not in sys.modules:
+    if backend == "ray" and "torch" not in sys.modules and needed.exists():
         from trainload.launching.cluster.connection import connecting_early
 
         click.get_current_context().with_resource(connecting_early(address))
@@ -487,8 +486,7 @@ def resume(
         if detach:
             return detach_run(Prepared(run_dir.absolute()), address, as_json, others)
         return keep_run(run_dir.absolute(), address, as_json, others=others)
-    if backend == "ray":
-        _connect_early(address)
+    _connect_early(backend, address, run_dir)
     from trainload.sharding.plans.plan import read_plan
 
     plan = read_plan(plan_file) if plan_file is not None else None
