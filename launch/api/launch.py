@@ -37,13 +37,8 @@ from trainload.launching.run.journal import Event, followed, stream_events
 from trainload.launching.run.opening import frozen_package
 from trainload.launching.run.result import RunResult, check_output, finish
 from trainload.launching.run.run_changes import changed, changes_run
-from trainload.launching.run.run_spec import (
-    RUN_FILE,
-    RunSpec,
-    least_plan,
-    read_spec,
-    write_spec,
-)
+from trainload.launching.run.run_folder import RUN_FILE, nothing_left
+from trainload.launching.run.run_spec import RunSpec, least_plan, read_spec, write_spec
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, open_sinks
@@ -339,7 +334,7 @@ def _run_trial(spec: RunSpec, backend: Backend, address: str | None) -> Trial | 
         return try_out(spec, spec.plan.world_size) if alone else None
     from trainload.launching.cluster.connection import connected
 
-    with connected(address):
+    with connected(address, with_ranks=False):
         from trainload.launching.cluster.nodes import check_seats, nodes_of, place_to_try
         from trainload.launching.cluster.tasks import tried_out
 
@@ -356,21 +351,24 @@ def _ignore(event: Event) -> None:
 def _drive(
     spec: RunSpec, on_event: Callable[[Event], None], *, new: bool
 ) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
-    """Drive a run inside the block, with its folder made if it is new.
+    """Drive a run inside the block. If it is new, its folder is made, and removed if the run does
+    not begin.
 
     Yields:
         What receives the run's events, for its sinks too; and the check that no other process
         drives the run.
     """
     run_dir = Path(spec.run_dir)
-    if new:
-        write_spec(spec)
-    with driving(run_dir) as check_driver, open_sinks(spec.sinks, run_dir, on_event) as tell:
-        try:
-            yield tell, check_driver
-        except (StorageError, ClusterError) as error:
-            error.work_began = any(event.kind == "step" for event in stream_events(run_dir))
-            raise
+    with nothing_left(run_dir) as folder:
+        if new:
+            write_spec(spec)
+            folder.made = True
+        with driving(run_dir) as check_driver, open_sinks(spec.sinks, run_dir, on_event) as tell:
+            try:
+                yield tell, check_driver
+            except (StorageError, ClusterError) as error:
+                error.work_began = any(event.kind == "step" for event in stream_events(run_dir))
+                raise
 
 
 def run_spec(

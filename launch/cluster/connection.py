@@ -13,10 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _LISTEN_SECONDS = 5.0
 _CLOSE_SECONDS = 30.0
+"""Time to wait for the end of a connection, which is the end of a local cluster."""
 _LOOPBACK = "127.0.0.1"
 _AUTH_MODE = "RAY_AUTH_MODE"
 _NODE_INFO_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
@@ -43,7 +43,7 @@ class Connection:
 
     Attributes:
         is_temporary: True if the cluster ends with the connection.
-        fork_server: socket of the fork server of a temporary cluster's node; else None.
+        fork_server: socket of a fork server of this process's own; None if there is none.
     """
 
     is_temporary: bool
@@ -51,19 +51,21 @@ class Connection:
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[Connection]:
+def connected(address: str | None, *, with_ranks: bool = True) -> Iterator[Connection]:
     """Connect to a cluster within the context, or use the connection that this process has.
 
     Args:
         address: HOST:PORT of a cluster, or "auto"; None starts a local cluster for the context. It
             listens on the loopback interface only, and requires its token, which Ray creates and
             stores in ~/.ray/auth_token.
+        with_ranks: False if no ranks will run, so that a local cluster needs no fork server.
 
     Yields:
         The connection.
 
     Raises:
-        ClusterError: the cluster is not reachable, or rejects this process's token.
+        ClusterError: the cluster is not reachable, or rejects this process's token; or the fork
+            server of a local cluster cannot be started.
     """
     connecting = _begun_early.get()
     _begun_early.set(None)
@@ -71,7 +73,7 @@ def connected(address: str | None) -> Iterator[Connection]:
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
             yield Connection(is_temporary=False, fork_server=None)
             return
-        connecting = _Connecting(address)
+        connecting = _Connecting(address, with_ranks)
     try:
         yield connecting.wait()
     finally:
@@ -79,13 +81,13 @@ def connected(address: str | None) -> Iterator[Connection]:
 
 
 @contextmanager
-def connecting_early(address: str | None) -> Iterator[None]:
+def connecting_early(address: str | None, *, with_ranks: bool = True) -> Iterator[None]:
     """Begin to connect now, for `connected(address)` within the context.
 
     Meanwhile the caller imports torch, and opens and checks the package. Errors are raised by
-    `connected`.
+    `connected`. The arguments are those of `connected`.
     """
-    connecting = _Connecting(address)
+    connecting = _Connecting(address, with_ranks)
     token = _begun_early.set(connecting)
     try:
         yield
@@ -99,10 +101,14 @@ class _Connecting:
 
     The processes of a local cluster would end with the thread that has started them. And only in
     the main thread does Ray replace the handler of SIGTERM.
+
+    Args:
+        address, with_ranks: see `connected`.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, with_ranks: bool) -> None:
         self._address = address
+        self._needs_server = address is None and with_ranks
         self._made: Future[Connection] = Future()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="connection", daemon=True)
@@ -117,13 +123,16 @@ class _Connecting:
         return self._made.result()
 
     def close(self) -> None:
-        """End the connection, with the local cluster."""
-        self._is_over.set()
-        self._thread.join(_CLOSE_SECONDS)
+        """End the connection, with the local cluster. Only the first call waits for the end."""
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._thread.join(_CLOSE_SECONDS)
 
     def _hold(self) -> None:
         try:
-            with _own_fork_server() if self._address is None else nullcontext() as server:
+            with _own_fork_server() if self._needs_server else nullcontext() as server:
+                if self._is_over.is_set():
+                    return
                 ray = _connect(self._address)
                 try:
                     self._made.set_result(Connection(self._address is None, server))
@@ -143,10 +152,19 @@ _begun_early: ContextVar[_Connecting | None] = ContextVar("connecting", default=
 @contextmanager
 def _own_fork_server() -> Iterator[Path]:
     """Run a fork server within the context. Yields the path of its socket."""
-    with tempfile.TemporaryDirectory(prefix="trainload-") as folder:
-        path = Path(folder) / "forks.socket"
-        with ForkServer.connect(0.0, path):
-            yield path
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainload-"))
+            path = Path(folder) / "forks.socket"
+            stack.enter_context(ForkServer.connect(0.0, path))
+        except OSError as error:
+            raise ClusterError(
+                "the process from which the ranks are forked cannot be started",
+                where=f"among the temporary files, {tempfile.gettempdir()}",
+                got=first_line(error),
+                hint="Set TMPDIR to a folder that can be written.",
+            ) from error
+        yield path
 
 
 def _connect(address: str | None) -> Any:
@@ -167,8 +185,7 @@ def _connect(address: str | None) -> Any:
             {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if address is None else {}
         )
         try:
-            with warnings.catch_warnings(), _block_hangups():
-                warnings.simplefilter("ignore")
+            with _block_hangups():
                 ray.init(
                     address=address or "local",
                     log_to_driver=False,

@@ -21,7 +21,8 @@ from trainload.launching.run.contact import Request, asked_by_file
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
 from trainload.launching.run.monitor import Hang, Monitor
-from trainload.launching.run.run_spec import RunSpec, resume_command
+from trainload.launching.run.run_folder import resume_command
+from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
 from trainload.launching.run.straggler import Stragglers, device_of_rank, peers_of
 from trainload.sharding.plans.plan import Plan

@@ -230,6 +230,7 @@ def _start(path: Path, idle_seconds: float) -> None:
             ["/bin/sh", "-c", '"$0" "$@" &', *server, str(idle_seconds)],
             env=environment,
             stdin=subprocess.DEVNULL,
+            stdout=2,  # this process's output may be its result
             pass_fds=[listener.fileno()],
             start_new_session=True,
             check=True,

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -18,12 +17,12 @@ from trainload.core.paths import check_name
 from trainload.core.reading import reading
 from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.run.run_folder import RUN_FILE, resume_command
 from trainload.launching.settings.run_settings import MAX_STEPS, RunSettings, SinkName
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.signatures.policy import Policy
 from trainload.sharding.plans.plan import Plan
 
-RUN_FILE = "run.json"
 _OTHER_FOLDER_HINT = "; or name another folder"
 
 
@@ -111,11 +110,6 @@ def least_plan(spec: RunSpec) -> Plan:
 def made_file(run_dir: Path, name: Literal["data", "eval_data"]) -> Path:
     """Return the path in a run's folder of data that was not in a file."""
     return run_dir / "data" / ("train.arrow" if name == "data" else "eval.arrow")
-
-
-def resume_command(run_dir: str | Path) -> str:
-    """Return the shell command that continues a run."""
-    return f"trainload resume {shlex.quote(str(run_dir))}"
 
 
 def check_new_run(run_dir: Path) -> None:

@@ -11,7 +11,8 @@ from tests.report.made import plan
 
 from trainload.core.errors import StorageError
 from trainload.launching.run import run_spec as spec
-from trainload.launching.run.run_spec import RUN_FILE, RunSpec, read_spec, write_spec
+from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_spec import RunSpec, read_spec, write_spec
 
 LINK = os.link
 

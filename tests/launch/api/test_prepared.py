@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainload.cli.commands.run_handover import nothing_left
-from trainload.launching.run.run_spec import RUN_FILE
+from trainload.launching.run.run_folder import DRIVER_FOLDER, RUN_FILE, nothing_left
 
 
 def begin(run_dir: Path) -> None:
@@ -26,6 +25,15 @@ def test_a_launch_that_loses_the_race_for_a_folder_leaves_the_winners(tmp_path: 
     with nothing_left(run_dir):
         begin(run_dir)  # by the other launch
     assert (run_dir / RUN_FILE).exists()
+
+
+def test_in_a_folder_that_was_there_only_the_run_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    with nothing_left(tmp_path) as prepared:
+        (tmp_path / RUN_FILE).write_text("{}")
+        (tmp_path / DRIVER_FOLDER).mkdir()
+        prepared.made = True
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 def test_a_folder_that_was_handed_on_stays(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,28 @@ def test_one_that_is_not_used_is_ended(made: list[FakeRay]) -> None:
     assert [each.ended.is_set() for each in made] == [True]
 
 
+def test_one_that_is_over_before_its_fork_server_runs_is_not_made(
+    made: list[FakeRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_run = threading.Event()
+    join = threading.Thread.join
+
+    @contextmanager
+    def slow_fork_server() -> Iterator[Path]:
+        may_run.wait()
+        yield Path("socket")
+
+    def join_later(thread: threading.Thread, timeout: float | None = None) -> None:
+        may_run.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(connection, "_own_fork_server", slow_fork_server)
+    monkeypatch.setattr(threading.Thread, "join", join_later)
+    with connecting_early(None):
+        pass
+    assert made == []
+
+
 def test_its_error_is_raised_when_it_is_used(made: list[FakeRay]) -> None:
     with connecting_early("missing"):
         pass
@@ -154,3 +178,16 @@ def test_only_a_local_cluster_ends_with_the_connection(
         assert found.is_temporary == (address is None)
         assert found.fork_server == (Path("socket") if address is None else None)
     assert len(made) == 1
+
+
+def test_a_fork_server_that_cannot_be_started_is_an_error_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ClusterError, match="missing: the process from which"), connected(None):
+        pass
+
+
+def test_without_ranks_a_local_cluster_has_no_fork_server(made: list[FakeRay]) -> None:
+    with connected(None, with_ranks=False) as found:
+        assert found.fork_server is None

@@ -7,16 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from trainload.cli.commands import keeping
+from trainload.core.errors import LostClusterError, RunInterrupted, TrainingError
 from trainload.launching.run.journal import Event
+from trainload.launching.run.run_folder import RUN_FILE
 from trainload.launching.run.run_state import Summary, write_state
+from trainload.launching.settings.run_settings import RunSettings
 
 Drive = Callable[[int], int]
 """Driver number -> exit status of this driver, after what it does."""
-Capture = pytest.CaptureFixture[str]
+FIRST, AGAIN = ["launch"], ["resume"]
 
 
 def summary(checkpoint: int | None, error: str = "") -> Summary:
@@ -39,6 +43,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "_PAUSE_SECONDS", 0.01)
 
 
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """The folder of a run that no driver has begun, and that waits 0.1 s for its cluster."""
+    (tmp_path / RUN_FILE).write_text('{"node_patience": 0.1}')
+    return tmp_path
+
+
 def kept(
     monkeypatch: pytest.MonkeyPatch,
     run_dir: Path,
@@ -51,15 +62,29 @@ def kept(
     `drive` is called in place of each driver, with its number. `answers` returns whether the
     cluster responds. `signals` count as forwarded to each driver.
     """
-    drivers: list[int] = []
+    drivers = replace_drivers(monkeypatch, drive, signals)
+    return keeping.keep(FIRST, AGAIN, run_dir, answers), len(drivers)
 
-    def driven(arguments: object, run_dir: Path, asked: set[int]) -> int:
+
+def replace_drivers(
+    monkeypatch: pytest.MonkeyPatch, drive: Drive, signals: Sequence[int] = ()
+) -> list[Sequence[str]]:
+    """Have `keep` call `drive` in place of its drivers. Returns the arguments of each driver."""
+    drivers: list[Sequence[str]] = []
+
+    def driven(
+        arguments: Sequence[str], run_dir: Path, asked: set[int], output: BinaryIO | None
+    ) -> int:
         asked.update(signals)
-        drivers.append(len(drivers))
-        return drive(drivers[-1])
+        drivers.append(arguments)
+        if output is not None:
+            output.seek(0)
+            output.truncate()
+            output.write(f"{len(drivers)}\n".encode())
+        return drive(len(drivers) - 1)
 
     monkeypatch.setattr(keeping, "_drive", driven)
-    return keeping.keep([], [], run_dir, answers, lambda: 0.1), len(drivers)
+    return drivers
 
 
 def test_a_run_that_ends_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -97,7 +122,7 @@ def test_a_driver_that_is_killed_gets_a_successor(
     assert kept(monkeypatch, tmp_path, drive) == (0, 7)
     assert (
         capsys.readouterr().err.splitlines()[0]
-        == "the run's driver was lost (by signal 9): starting a new one"
+        == "the run's driver was lost (killed by signal 9): starting a new one"
     )
 
 
@@ -119,13 +144,55 @@ def test_a_driver_whose_cluster_is_gone_gets_a_successor_when_it_answers(
 
 
 def test_a_cluster_that_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, prepared: Path
+) -> None:
+    def drive(number: int) -> int:
+        write_state(prepared, 1, summary(1), {})
+        return -9
+
+    with pytest.raises(LostClusterError, match=r"expected a response within 0\.1 s"):
+        kept(monkeypatch, prepared, drive, lambda: False)
+
+
+def test_the_patience_of_a_run_that_cannot_be_read_is_the_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert keeping._patience(tmp_path) == RunSettings.model_fields["node_patience"].default
+    assert "run.json cannot be read" in caplog.text
+
+
+def test_the_successor_resumes_what_the_first_driver_has_launched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def drive(number: int) -> int:
-        write_state(tmp_path, 1, summary(1), {})
-        return -9
+        write_state(tmp_path, 1, summary(5), {}, over=number == 2)
+        return 0 if number == 2 else -9
 
-    assert kept(monkeypatch, tmp_path, drive, lambda: False) == (1, 1)
+    drivers = replace_drivers(monkeypatch, drive)
+    keeping.keep(FIRST, AGAIN, tmp_path, lambda: True)
+    assert drivers == [FIRST, AGAIN, AGAIN]
+
+
+def test_a_driver_that_dies_when_it_has_just_created_the_run_gets_a_successor(
+    monkeypatch: pytest.MonkeyPatch, prepared: Path
+) -> None:
+    assert kept(monkeypatch, prepared, lambda number: 0 if number else -9) == (0, 2)
+
+
+def test_only_what_the_last_driver_prints_is_the_result(
+    monkeypatch: pytest.MonkeyPatch, prepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_drivers(monkeypatch, lambda number: 0 if number == 2 else -9)
+    assert keeping.keep(FIRST, AGAIN, prepared, lambda: True, as_json=True) == 0
+    assert capsys.readouterr().out == "3\n"
+
+
+def test_a_driver_that_prints_no_result_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(keeping, "_drive", lambda *_: 1)
+    with pytest.raises(TrainingError, match=r"without a result \(got exit status 1"):
+        keeping.keep(FIRST, AGAIN, tmp_path, lambda: True, as_json=True)
 
 
 def test_drivers_that_are_lost_again_and_again_without_a_new_checkpoint_are_given_up(
@@ -135,15 +202,17 @@ def test_drivers_that_are_lost_again_and_again_without_a_new_checkpoint_are_give
         write_state(tmp_path, 1, summary(5), {})
         return 247
 
-    assert kept(monkeypatch, tmp_path, drive) == (1, 4)
-    assert "was lost again (with status 247): giving up" in capsys.readouterr().err
+    drivers = replace_drivers(monkeypatch, drive)
+    with pytest.raises(TrainingError, match=r"was lost again .*exit status 247"):
+        keeping.keep(FIRST, AGAIN, tmp_path, lambda: True)
+    assert len(drivers) == 4
 
 
-def test_a_driver_that_dies_before_it_has_begun_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_driver_that_dies_before_it_has_created_the_run_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert kept(monkeypatch, tmp_path, lambda number: 247) == (1, 1)
-    assert "died before it started the run, with status 247" in capsys.readouterr().err
+    with pytest.raises(TrainingError, match=r"before it had created the run \(got exit status 247"):
+        kept(monkeypatch, tmp_path, lambda number: 247)
 
 
 @pytest.mark.parametrize("status", [-9, 15])
@@ -192,15 +261,29 @@ def test_a_successor_that_cannot_begin_yet_is_tried_again(
     assert kept(monkeypatch, tmp_path, drive) == (0, 3)
 
 
-@pytest.mark.parametrize(("status", "told"), [(-9, 1), (247, 247)])
 def test_a_driver_that_was_asked_to_end_has_no_successor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, told: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def drive(number: int) -> int:
         write_state(tmp_path, 1, summary(5), {})
-        return status
+        return 247
 
-    assert kept(monkeypatch, tmp_path, drive, signals=[15]) == (told, 1)
+    assert kept(monkeypatch, tmp_path, drive, signals=[15]) == (247, 1)
+
+
+@pytest.mark.parametrize(
+    ("has_run", "hint"), [(True, "Continue with: trainload resume"), (False, "Launch it again")]
+)
+def test_a_driver_that_was_ended_as_requested_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_run: bool, hint: str
+) -> None:
+    def drive(number: int) -> int:
+        if has_run:
+            write_state(tmp_path, 1, summary(5), {})
+        return -15
+
+    with pytest.raises(RunInterrupted, match=f"by signal 15, as requested.*{hint}"):
+        kept(monkeypatch, tmp_path, drive, signals=[15])
 
 
 DRIVER = """#!/bin/sh
@@ -216,7 +299,7 @@ from pathlib import Path
 from trainload.cli.commands import keeping
 
 sys.executable, asked = sys.argv[1], set()
-print(keeping._drive([], Path("run"), asked), sorted(asked))
+print(keeping._drive([], Path("run"), asked, None), sorted(asked))
 """
 
 

@@ -215,6 +215,26 @@ def test_every_number_has_one_name() -> None:
     }
 
 
+def test_a_launch_whose_sink_does_not_respond_leaves_nothing(
+    tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, run_dir: Path) -> None:
+        raise trainload.StorageError("MLflow did not accept the run")
+
+    monkeypatch.setattr(sinks, "_open_sink", refuse)
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    with pytest.raises(trainload.StorageError, match="MLflow"):
+        trainload.launch(
+            tiny,
+            plan,
+            tiny_data,
+            run_dir=tmp_path / "runs" / "one",
+            backend="local",
+            sinks=("tensorboard",),
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_line_names_sinks(tiny: Package, tiny_data: Path, tmp_path: Path) -> None:
     from trainload.cli import main as cli
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import click
 
@@ -46,8 +47,22 @@ def run_group(group: click.Command, arguments: Sequence[str]) -> int:
 
     Returns the exit status.
     """
+    with ExitStack() as until_end:
+        return _run(group, arguments, until_end)
+
+
+def hold_until_end(resource: AbstractContextManager[object]) -> None:
+    """Enter a context until this command has ended, and has reported its error."""
+    stack = click.get_current_context().find_object(ExitStack)
+    assert stack is not None, "run_group sets it"
+    stack.enter_context(resource)
+
+
+def _run(group: click.Command, arguments: Sequence[str], until_end: ExitStack) -> int:
     try:
-        status = group.main(list(arguments), prog_name="trainload", standalone_mode=False)
+        status = group.main(
+            list(arguments), prog_name="trainload", standalone_mode=False, obj=until_end
+        )
     except TrainloadError as error:
         status = WRONG if isinstance(error, RequestError) and not error.work_began else FAILED
         # "cure" is the name that "hint" had; scripts read it.

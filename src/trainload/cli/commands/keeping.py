@@ -4,21 +4,29 @@ the cluster is lost.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, err
-from trainload.core.errors import LostClusterError
+from trainload.core.errors import LostClusterError, RunInterrupted, TrainingError
+from trainload.core.logs import logged_suppress
 from trainload.core.processes import end_with_parent, unignored_handlers
+from trainload.launching.run.run_folder import RUN_FILE, resume_command
+from trainload.launching.settings.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
+
+_log = logging.getLogger(__name__)
 
 KEPT = "TRAINLOAD_KEPT"
 """Environment variable of a supervised driver: the folder of its run."""
@@ -47,7 +55,8 @@ def keep(
     again: Sequence[str],
     run_dir: Path,
     answers: Callable[[], bool],
-    patience: Callable[[], float],
+    *,
+    as_json: bool = False,
 ) -> int:
     """Drive a run with `trainload` commands until the run has ended.
 
@@ -62,11 +71,37 @@ def keep(
         again: arguments of a driver that replaces a lost one.
         run_dir: the run's folder.
         answers: returns True if the cluster responds.
-        patience: returns the time to wait for the cluster, in seconds.
+        as_json: print what the last driver has printed, and nothing of those that were lost.
 
     Returns:
-        The driver's exit status.
+        The exit status of the last driver, which has reported the run's result or error.
+
+    Raises:
+        RunInterrupted: the driver was ended through this process before it could report.
+        TrainingError: the driver ended before it had created the run, or was lost too often.
+        LostClusterError: the cluster did not respond for the run's `node_patience`.
     """
+    if not as_json:
+        return _keep(first, again, run_dir, answers, None)
+    with tempfile.TemporaryFile() as output:
+        status = _keep(first, again, run_dir, answers, output)
+        output.seek(0)
+        printed = output.read().decode()
+    if not printed:
+        raise TrainingError(
+            "the run's driver ended without a result", where=str(run_dir), got=_how(status)
+        )
+    sys.stdout.write(printed)
+    return status
+
+
+def _keep(
+    first: Sequence[str],
+    again: Sequence[str],
+    run_dir: Path,
+    answers: Callable[[], bool],
+    output: BinaryIO | None,
+) -> int:
     from trainload.launching.run.run_state import read_state
 
     losses, saved = 0, None
@@ -74,73 +109,114 @@ def keep(
     arguments = first
     while True:
         before = read_state(run_dir)
-        status = _drive(arguments, run_dir, signals)
+        status = _drive(arguments, run_dir, signals, output)
         arguments = again
         state = read_state(run_dir)
         has_reported = state is not None and state != before
-        if state is None and status not in (DONE, FAILED, WRONG):
-            err().print(
-                f"trainload: the driver of {run_dir} died before it started the run, with status"
-                f" {status}",
-                soft_wrap=True,
-                highlight=False,
-            )
-            return FAILED
-        if state is None or status == DONE:
+        has_run = state is not None or os.path.exists(run_dir / RUN_FILE)
+        if status == DONE:
             return status
         if signals and status < 0:
-            err().print(
+            hint = f"Continue with: {resume_command(run_dir)}" if has_run else "Launch it again."
+            raise RunInterrupted(
                 f"the run's driver was ended by signal {-status}, as requested",
-                highlight=False,
-                soft_wrap=True,
+                where=str(run_dir),
+                hint=hint,
             )
-            return FAILED
+        if state is None and status in (FAILED, WRONG) and not losses:
+            return status
+        if not has_run:
+            raise TrainingError(
+                "the run's driver ended before it had created the run",
+                where=str(run_dir),
+                got=_how(status),
+            )
         if signals or not (
             _is_lost(state, status) if has_reported else losses or status not in (FAILED, WRONG)
         ):
             return status
-        losses = 1 if state.summary.checkpoint != saved else losses + 1
-        saved = state.summary.checkpoint
-        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        checkpoint = None if state is None else state.summary.checkpoint
+        losses = losses + 1 if losses and checkpoint == saved else 1
+        saved = checkpoint
         if losses > _MOST_LOSSES:
-            err().print(
-                f"the run's driver was lost again ({how}): giving up",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+            raise TrainingError(
+                "the run's driver was lost again",
+                where=str(run_dir),
+                expected=f"at most {_MOST_LOSSES} losses in a row without a new checkpoint",
+                got=f"one more, {_how(status)}",
+                hint=f"Continue from the last checkpoint with: {resume_command(run_dir)}",
             )
-            return FAILED
         err().print(
-            f"the run's driver was lost ({how}): starting a new one",
+            f"the run's driver was lost ({_how(status)}): starting a new one",
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
-        seconds = patience()
-        until = time.monotonic() + seconds
-        while not answers():
-            if time.monotonic() > until:
-                err().print(
-                    f"the cluster has not responded for {seconds:g} s: giving up",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-                return FAILED
-            time.sleep(_PAUSE_SECONDS)
+        _wait_for_cluster(answers, run_dir)
 
 
-def _is_lost(state: RunState, status: int) -> bool:
+def _wait_for_cluster(answers: Callable[[], bool], run_dir: Path) -> None:
+    """Wait until the cluster responds.
+
+    Raises:
+        LostClusterError: it does not for too long.
+    """
+    seconds = _patience(run_dir)
+    until = time.monotonic() + seconds
+    while not answers():
+        if time.monotonic() > until:
+            raise LostClusterError(
+                "the cluster does not respond",
+                where=str(run_dir),
+                expected=f"a response within {seconds:g} s",
+                got="none",
+                hint=f"When it responds again, continue with: {resume_command(run_dir)}",
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _patience(run_dir: Path) -> float:
+    """Return a run's `node_patience` in seconds.
+
+    The run is not opened for it, which would import torch; while it cannot be read, the default
+    counts.
+    """
+    default: float = RunSettings.model_fields["node_patience"].default
+    with logged_suppress(_log, f"{run_dir / RUN_FILE} cannot be read", OSError):
+        return float(json.loads((run_dir / RUN_FILE).read_bytes()).get("node_patience", default))
+    return default
+
+
+def _how(status: int) -> str:
+    """Return how a process has ended, for people."""
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _is_lost(state: RunState | None, status: int) -> bool:
     """Return True if a driver was lost, judged by its last state and its exit status."""
-    if not state.over or state.summary.error == LostClusterError.__name__:
+    if state is None or not state.over or state.summary.error == LostClusterError.__name__:
         return True
     return state.phase == "ended" and status not in (FAILED, WRONG)
 
 
-def _drive(arguments: Sequence[str], run_dir: Path, signals: set[int]) -> int:
-    """Run one driver and forward signals to it, which are appended to `signals`."""
+def _drive(
+    arguments: Sequence[str], run_dir: Path, signals: set[int], output: BinaryIO | None
+) -> int:
+    """Run one driver and forward signals to it, which are added to `signals`.
+
+    Args:
+        arguments: its arguments.
+        run_dir: the run's folder.
+        signals: numbers of the signals that were forwarded.
+        output: file whose contents are replaced by what it prints; None for this process's output.
+    """
+    if output is not None:
+        output.seek(0)
+        output.truncate()
     driver = subprocess.Popen(
         [sys.executable, "-m", "trainload", *arguments],
         env={**os.environ, KEPT: str(run_dir)},
+        stdout=output,
         start_new_session=True,
     )
 

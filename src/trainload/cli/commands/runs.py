@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainload.cli.commands import shared
+from trainload.cli.commands.execution import hold_until_end
 from trainload.cli.commands.keeping import kept_run, stop_with_parent
 from trainload.cli.commands.overview import given_arguments
 from trainload.cli.commands.planning import KINDS, make_plan
-from trainload.cli.commands.run_handover import Prepared, detach_run, keep_run, nothing_left
+from trainload.cli.commands.run_handover import detach_run, keep_run
 from trainload.cli.commands.shared import (
     DONE,
     Command,
@@ -31,7 +32,9 @@ from trainload.cli.commands.shared import (
 )
 from trainload.cli.view import run_progress as run_view
 from trainload.core.errors import RunInterrupted, StorageError
+from trainload.core.processes import interrupted_by_signals
 from trainload.core.versions import check_supported_torch
+from trainload.launching.run.run_folder import RUN_FILE, NewFolder, nothing_left, resume_command
 from trainload.launching.settings.info import description_of, info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
 from trainload.launching.settings.run_settings import BatchSettings, EvaluationSettings, RunSettings
@@ -159,7 +162,7 @@ def launch(
     )
     if kept is not None:
         stop_with_parent()
-    elif address is not None and not (detach or dry_run or (run_dir / "run.json").exists()):
+    elif address is not None and not (detach or dry_run or os.path.exists(run_dir / RUN_FILE)):
         return keep_run(run_dir.absolute(), address, as_json, launched=given_arguments())
     chosen = parse_settings(assignments)
     _check_one_plan(
@@ -170,7 +173,7 @@ def launch(
         nodes if nodes is None or nodes[0] == nodes[1] else None,
     )
     if not detach:
-        _connect_early(backend, address, Path(package))
+        _connect_early(backend, address, (package, data), with_ranks=not dry_run)
     opened = shared.open_to_run(package)
     overrides = chosen.overrides
     changed = overrides.apply(opened, steps)
@@ -220,10 +223,10 @@ def launch(
         return DONE
     if detach:
         assert address is not None, "as _check_ray says"
-        with nothing_left(run_dir.absolute()) as prepared:
+        with nothing_left(run_dir.absolute()) as folder:
             launching.prepare(opened, plan, data, **options)
-            prepared.made = True
-            return detach_run(prepared, address, as_json)
+            folder.made = True
+            return detach_run(folder, address, as_json)
     result = _watch(
         lambda report: launching.launch(opened, plan, data, **options, on_event=report), run_dir
     )
@@ -294,7 +297,7 @@ def evaluate(
             "--batches and --set eval_batches have different values: pass only one of them."
         )
     _check_one_plan(plan_file, workers, strategy, chosen, nodes)
-    _connect_early(backend, address, Path(package))
+    _connect_early(backend, address, (package, data))
     opened = shared.open_to_run(package)
     per_node, device = workers or (1, "cpu")
     changed = chosen.overrides.apply(opened)
@@ -325,16 +328,24 @@ def evaluate(
     show_record(result, as_json)
 
 
-def _connect_early(backend: Backend, address: str | None, needed: Path) -> None:
+def _connect_early(
+    backend: Backend, address: str | None, needed: Sequence[str], *, with_ranks: bool = True
+) -> None:
     """Begin to connect to the run's cluster, until the end of this command.
 
-    Not if that would probably be in vain: `needed`, a folder that the command reads, does not
-    exist. Nor if torch is imported already, since then what follows takes less time than a cluster.
+    Not if that would be in vain: one of the paths that the command needs does not exist. Nor if
+    torch is imported already, since then what follows takes less time than a cluster.
     """
-    if backend == "ray" and "torch" not in sys.modules and needed.exists():
+    if backend == "ray" and "torch" not in sys.modules and all(map(_may_exist, needed)):
         from trainload.launching.cluster.connection import connecting_early
 
-        click.get_current_context().with_resource(connecting_early(address))
+        hold_until_end(interrupted_by_signals())
+        hold_until_end(connecting_early(address, with_ranks=with_ranks))
+
+
+def _may_exist(source: str) -> bool:
+    """Return False if a path does not exist; URLs, references and patterns are not looked up."""
+    return "://" in source or "#" in source or has_magic(source) or os.path.exists(source)
 
 
 def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
@@ -484,9 +495,9 @@ def resume(
             for word in (option, str(value))
         ]
         if detach:
-            return detach_run(Prepared(run_dir.absolute()), address, as_json, others)
+            return detach_run(NewFolder(run_dir.absolute()), address, as_json, others)
         return keep_run(run_dir.absolute(), address, as_json, others=others)
-    _connect_early(backend, address, run_dir)
+    _connect_early(backend, address, (str(run_dir),))
     from trainload.sharding.plans.plan import read_plan
 
     plan = read_plan(plan_file) if plan_file is not None else None
@@ -538,9 +549,9 @@ def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any
         with run_view.RunView(err(), run_dir) as report, redirect_stdout(sys.stderr):
             return work(report)
     except KeyboardInterrupt:
-        begun = (run_dir / "run.json").exists()
+        begun = os.path.exists(run_dir / RUN_FILE)
         hint = (
-            f"Continue with: trainload resume {shlex.quote(str(run_dir))}"
+            f"Continue with: {resume_command(run_dir)}"
             if begun
             else "It had not started: launch it again."
         )

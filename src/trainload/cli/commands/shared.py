@@ -296,3 +296,4 @@ def err() -> Console:
 def print_json(value: Any) -> None:
     """Print one JSON value."""
     sys.stdout.write(view.dump_json(value) + "\n")
+    sys.stdout.flush()  # a cluster may still have to end
