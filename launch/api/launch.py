@@ -421,16 +421,13 @@ def _run_on_ray(
     with interrupted_by_signals(), connected(address) as connection:
         from trainload.launching.cluster.nodes import check_seats, nodes_of, room_asked_for
         from trainload.launching.cluster.supervisor import supervise
+        from trainload.launching.ranks.fork_server import ServerOptions
 
         check_seats(least_plan(spec), nodes_of(spec.plan.cluster.device))
+        idle_seconds = 0.0 if connection.is_temporary else spec.idle_timeout
         with (
             room_asked_for(spec.plans[-1] if spec.plans else None),
             _drive(spec, on_event, new=new) as (tell, check_driver),
         ):
-            supervise(
-                spec,
-                tell,
-                check_driver,
-                idle_seconds=0.0 if connection.is_temporary else spec.idle_timeout,
-                fork_server=connection.fork_server,
-            )
+            fork_server = ServerOptions(idle_seconds, connection.fork_server)
+            supervise(spec, tell, check_driver, fork_server)

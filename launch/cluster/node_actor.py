@@ -13,15 +13,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from trainload.core.errors import TrainingError
 from trainload.launching.cluster.relay import Relay
-from trainload.launching.ranks.fork_server import Child, ForkServer
+from trainload.launching.ranks.fork_server import Child, ServerOptions
 from trainload.launching.ranks.rank_messages import Abort, Failing, Finished, Prepare, Train
 
 GRACE_SECONDS = 3.0
@@ -73,11 +71,11 @@ class NodeActor:
     not at fault in a failure stay for the next attempt, with what they have opened and loaded.
     """
 
-    def __init__(self, node: str, idle_seconds: float, fork_server: Path | None = None) -> None:
+    def __init__(self, node: str, fork_server: ServerOptions) -> None:
         self._node = node
         self._devices = _gpus_of_this_actor()
-        self._connect = partial(ForkServer.connect, idle_seconds, fork_server)
-        self._server = self._connect()
+        self._options = fork_server
+        self._server = fork_server.connect()
         self._ranks: list[_Rank] = []
         self._idle: dict[int, _Rank] = {}
         self._relay: Relay | None = None
@@ -188,7 +186,7 @@ class NodeActor:
             return _Rank(self._server.fork("rank", environment))
         except TrainingError:  # the server has been killed
             self._server.close()
-            self._server = self._connect()
+            self._server = self._options.connect()
             return _Rank(self._server.fork("rank", environment))
 
 

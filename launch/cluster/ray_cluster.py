@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,6 +13,7 @@ from trainload.launching.cluster.mailbox import Collected, Mailbox
 from trainload.launching.cluster.nodes import Node
 from trainload.launching.cluster.reachability import unreachable
 from trainload.launching.cluster.tasks import on_node
+from trainload.launching.ranks.fork_server import ServerOptions
 from trainload.launching.run.contact import Request
 from trainload.launching.run.run_spec import RunSpec
 from trainload.sharding.plans.plan import DeviceKind
@@ -26,14 +26,11 @@ class RayCluster:
 
     Args:
         device: kind of the run's devices.
-        idle_seconds: time for which a node keeps its fork server after the run.
-        fork_server: socket of the fork server of a temporary cluster.
+        fork_server: the fork server of a node.
     """
 
-    def __init__(
-        self, device: DeviceKind, idle_seconds: float, fork_server: Path | None = None
-    ) -> None:
-        self._crew = Crew(device, idle_seconds, fork_server)
+    def __init__(self, device: DeviceKind, fork_server: ServerOptions) -> None:
+        self._crew = Crew(device, fork_server)
         here = ray.get_runtime_context().get_node_id()
         self._mailbox: Any = on_node(here)(Mailbox).remote()
 

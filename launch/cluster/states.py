@@ -187,6 +187,7 @@ class Attempting(State):
         self.watched.attempt.end()
         if isinstance(self.watched.attempt.error, DevicesTakenError):
             return Placing(run)
+        run.placing_since = None
         failure = self._failure()
         if failure is not None:
             return Recovering(run, failure)
@@ -274,7 +275,6 @@ class Preparing(_OnNodes):
 
     def next(self, *, is_time: bool) -> State:
         if self.watched.attempt.trains.is_set():
-            self.run.placing_since = None
             return Running(self.run, self.watched)
         return super().next(is_time=is_time)
 
@@ -304,7 +304,6 @@ class Recovering(State):
 
     def __init__(self, run: SupervisedRun, failure: Failure) -> None:
         super().__init__(run)
-        run.placing_since = None
         # at the end of a run the ranks have waited for storage already
         is_ending = any(beat.doing.phase is Phase.ENDING for beat in run.inbox.beats)
         stepped = run.journal.new_step() and not is_ending

@@ -88,7 +88,7 @@ class SupervisedRun:
         lost: ids of nodes that did not respond; they are not used until they respond.
         stop_requested: True once the run was asked to stop.
         number: number of the last attempt.
-        placing_since: when the run began to wait for the nodes of its next attempt, if it does.
+        placing_since: when the run began to wait for nodes; None after an attempt that had them.
     """
 
     def __init__(

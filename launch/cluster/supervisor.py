@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from ray.exceptions import RayError
 
@@ -18,6 +17,7 @@ from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.cluster.ray_cluster import RayCluster
 from trainload.launching.cluster.states import TRANSITIONS, Attempting, Ended, Placing, State
 from trainload.launching.cluster.supervised_run import AnyCluster, SupervisedRun
+from trainload.launching.ranks.fork_server import ServerOptions
 from trainload.launching.run.contact import asked_since_lost, clear_requests, withdraw
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import POLL_SECONDS, Event, last_word
@@ -28,9 +28,7 @@ def supervise(
     spec: RunSpec,
     on_event: Callable[[Event], None],
     check_driver: CheckDriver,
-    *,
-    idle_seconds: float,
-    fork_server: Path | None = None,
+    fork_server: ServerOptions,
 ) -> None:
     """Drive a run on the cluster to which this process is connected, and which must be large enough
     for its plan, until it has completed its last step.
@@ -43,8 +41,7 @@ def supervise(
         spec: the run. Its folder contains run.json.
         on_event: called with every event after it is in the journal.
         check_driver: raises LeaseLostError if another process drives the run.
-        idle_seconds: time for which a node keeps its fork server after the run.
-        fork_server: socket of the fork server of a temporary cluster.
+        fork_server: the fork server of a node.
 
     Raises:
         RunInterrupted: a stop was requested.
@@ -54,7 +51,7 @@ def supervise(
         LeaseLostError: another process drives the run; journal, state and requests are left to it.
         TrainloadError: an error raised by a rank.
     """
-    cluster = RayCluster(spec.plan.cluster.device, idle_seconds, fork_server)
+    cluster = RayCluster(spec.plan.cluster.device, fork_server)
     Supervisor(SupervisedRun(spec, cluster, on_event, check_driver), cluster).run()
 
 

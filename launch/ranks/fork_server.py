@@ -44,6 +44,23 @@ _NAME = "trainload forks"
 
 
 @dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The fork server of a node, which is started if there is none.
+
+    Attributes:
+        idle_seconds: time without clients after which a server that is started ends.
+        path: its socket; None for the one of this user and environment.
+    """
+
+    idle_seconds: float
+    path: Path | None = None
+
+    def connect(self) -> ForkServer:
+        """Connect to the server; the errors are those of `ForkServer.connect`."""
+        return ForkServer.connect(self.idle_seconds, self.path)
+
+
+@dataclass(frozen=True, slots=True)
 class _Request:
     """A process to fork."""
 

@@ -11,6 +11,7 @@ from tests.fork_servers import end_servers
 
 from trainload.launching.cluster import node_actor as module
 from trainload.launching.cluster.node_actor import AttemptArgs, NodeActor
+from trainload.launching.ranks.fork_server import ServerOptions
 
 ARGS = AttemptArgs("{}", None, 1, ("here", "there", "here"))
 
@@ -36,7 +37,7 @@ class NoRelay:
 @pytest.fixture
 def actor(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeActor]:
     monkeypatch.setattr(module, "Relay", NoRelay)
-    actor = NodeActor("here", 1000.0)
+    actor = NodeActor("here", ServerOptions(1000.0))
     yield actor
     actor.end()
     actor._server.close()

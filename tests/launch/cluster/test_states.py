@@ -243,6 +243,21 @@ def test_a_run_that_has_trained_waits_anew(driver: Driver) -> None:
     assert isinstance(driver.state, Placing)
 
 
+def test_a_run_that_moves_while_it_prepares_waits_anew(driver: Driver) -> None:
+    driver.train().die(0)
+    driver.reach(Preparing)
+    driver.cluster.leaving = {"b"}
+    driver.cluster.alive.add("c")
+    driver.cluster.listed.add("c")
+    driver.advance(seconds=PATIENCE - 1)
+    assert isinstance(driver.state, Resizing)
+    driver.cluster.attempt.end()
+    driver.cluster.taken = {"c"}
+    driver.reach(Placing)
+    driver.advance(seconds=2)
+    assert isinstance(driver.state, Placing)
+
+
 def test_a_rank_that_is_slower_than_the_others_is_reported(driver: Driver) -> None:
     attempt = driver.train()
     for number in range(1, 2 * straggler.STEPS + 1):
