@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +24,119 @@ from torch._inductor import codecache, cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from trainload.core.atomic import replace_file
+from trainload.core.logs import logged_suppress
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = "compiler-answers"
-_PRECOMPILED = ".gch"
+_PRECOMPILED = (".gch", ".pch")
+"""Endings that GCC and Clang append to the name of a header."""
+_SUPPORTED = "supported"
+_UNUSABLE = "the compiler's answers cannot be remembered"
 
 
 @contextlib.contextmanager
 def remembered_answers() -> Iterator[None]:
     """Within the context, ask the compiler only what no process has asked before.
 
-    Answers are in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`), which belongs to one release of
-    torch. Failures are not remembered.
+    Answers are in Inductor's cache (`TORCHINDUCTOR_CACHE_DIR`). They count for one build of torch,
+    one compiler and one kind of CPU. Failures are not remembered. If the cache cannot be used, the
+    compiler is asked.
+
+    Several threads may be within the context.
     """
-    probing, precompiling = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
-
-    def check_build(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
-        answer = _answer(code, instructions.build_arch_flags())
-        if answer.exists():
-            return True
-        succeeded = probing(instructions, code)
-        if succeeded:
-            _remember(answer, "")
-        return succeeded
-
-    def precompile_header(header: str, hashable_cmd_line: str, **command: Any) -> str:
-        answer = _answer(header, hashable_cmd_line)
-        path = answer.read_text() if answer.exists() else ""
-        if not path or not Path(path + _PRECOMPILED).exists():
-            path = precompiling(header, hashable_cmd_line, **command)
-            _remember(answer, path)
-        return path
-
-    cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
-    codecache._precompile_header = precompile_header  # type: ignore[assignment]
+    _users.add()
     try:
         yield
     finally:
+        _users.remove()
+
+
+class _Users:
+    """Counter of the threads within the context: the first one replaces torch's functions, and the
+    last one restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._restore = contextlib.ExitStack()
+
+    def add(self) -> None:
+        """Add a thread."""
+        with self._lock:
+            if self._number == 0:
+                self._restore.callback(_replace_questions())
+            self._number += 1
+
+    def remove(self) -> None:
+        """Remove a thread."""
+        with self._lock:
+            self._number -= 1
+            if self._number == 0:
+                self._restore.close()
+
+
+_users = _Users()
+
+
+def _replace_questions() -> Callable[[], None]:
+    """Replace torch's functions that ask the compiler. Returns a function that restores them."""
+    probing, precompiling = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
+
+    def check_build(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
+        question = (code, instructions.build_arch_flags())
+        if _recall(*question) is not None:
+            return True
+        succeeded = probing(instructions, code)
+        if succeeded:
+            _remember(_SUPPORTED, *question)
+        return succeeded
+
+    def precompile_header(header: str, hashable_cmd_line: str, **command: Any) -> str:
+        path = _recall(header, hashable_cmd_line)
+        if path is None or not _is_precompiled(path):
+            path = precompiling(header, hashable_cmd_line, **command)
+            _remember(path, header, hashable_cmd_line)
+        return path
+
+    def restore() -> None:
         cpu_vec_isa.VecISA.check_build = probing  # type: ignore[method-assign]
         codecache._precompile_header = precompiling
+
+    cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
+    codecache._precompile_header = precompile_header  # type: ignore[assignment]
+    return restore
+
+
+def _is_precompiled(header: str) -> bool:
+    """Return True if this header is precompiled where this process has such headers.
+
+    Those of a process with another TMPDIR may be removed at any time.
+    """
+    return Path(header).is_relative_to(codecache._HEADER_DIR) and any(
+        os.path.exists(header + ending) for ending in _PRECOMPILED
+    )
 
 
 def _answer(*question: str) -> Path:
     """Return the file with the answer to a question to this compiler for this CPU."""
     compiler = cpu_vec_isa._get_isa_dry_compile_fingerprint("")
-    parts = (*question, compiler, torch.backends.cpu.get_cpu_capability())
+    built = os.stat(torch._C.__file__).st_mtime_ns
+    parts = (*question, compiler, str(built), torch.backends.cpu.get_cpu_capability())
     return Path(cache_dir()) / _FOLDER / hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _remember(answer: Path, text: str) -> None:
-    answer.parent.mkdir(mode=0o700, exist_ok=True)
-    replace_file(answer, text.encode(), durable=False)
+def _recall(*question: str) -> str | None:
+    """Return the remembered answer to a question; None if there is none that can be read."""
+    with logged_suppress(_log, _UNUSABLE, OSError, level=logging.DEBUG):
+        answer = _answer(*question)
+        return (answer.read_text() or None) if answer.exists() else None
+    return None
+
+
+def _remember(text: str, *question: str) -> None:
+    with logged_suppress(_log, _UNUSABLE, OSError, level=logging.DEBUG):
+        answer = _answer(*question)
+        answer.parent.mkdir(mode=0o700, exist_ok=True)
+        replace_file(answer, text.encode(), durable=False)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor import codecache, cpu_vec_isa
 
+from trainload.autograd_trace.derivation import compiler_answers
 from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
 
 
@@ -27,7 +32,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check_build)
     monkeypatch.setattr(codecache, "_precompile_header", precompile_header)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     return questions
 
 
@@ -79,6 +85,69 @@ def test_a_precompiled_header_that_was_deleted_is_made_again(asked: list[str]) -
     made.with_name("header.h.gch").unlink()
     precompile("a.h")
     assert asked == ["a.h", "a.h"]
+
+
+def test_the_other_ending_of_a_precompiled_header_counts_too(asked: list[str]) -> None:
+    made = Path(precompile("a.h"))
+    made.with_name("header.h.gch").rename(made.with_name("header.h.pch"))
+    precompile("a.h")
+    assert asked == ["a.h"]
+
+
+def test_a_header_of_a_process_with_another_tmpdir_is_not_used(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    precompile("a.h")
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path / "other"))
+    precompile("a.h")
+    assert asked == ["a.h", "a.h"]
+
+
+def test_another_build_of_torch_is_asked(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    probe("code")
+    (tmp_path / "_C.so").touch()
+    monkeypatch.setattr(torch._C, "__file__", str(tmp_path / "_C.so"))
+    probe("code")
+    assert asked == ["code", "code"]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def replace_file(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compiler_answers, "replace_file", replace_file)
+
+
+def replace_folder(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    cache.mkdir()
+    (cache / "compiler-answers").touch()
+
+
+@pytest.mark.parametrize("spoil", [fill_disk, replace_folder])
+def test_if_the_cache_cannot_be_used_the_compiler_is_asked(
+    spoil: Callable[[pytest.MonkeyPatch, Path], None],
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    spoil(monkeypatch, tmp_path / "cache")
+    assert [probe("code"), probe("code")] == [True, True]
+    assert precompile("a.h") == str(tmp_path / "header.h")
+    assert asked == ["code", "code", "a.h"]
+
+
+def test_threads_can_be_within_the_context_in_any_order(asked: list[str]) -> None:
+    before = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
+    first, second = remembered_answers(), remembered_answers()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    probe("code")
+    assert [cpu_vec_isa.VecAVX2().check_build("code"), asked] == [True, ["code"]]
+    second.__exit__(None, None, None)
+    assert (cpu_vec_isa.VecISA.check_build, codecache._precompile_header) == before
 
 
 def test_outside_of_the_context_torch_is_as_it_was(asked: list[str]) -> None:
