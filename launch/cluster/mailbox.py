@@ -7,7 +7,7 @@ Neither side needs the run's storage to send messages. Only the driver writes th
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainload.core.errors import TrainloadError
 from trainload.launching.run.activity import Doing
@@ -19,13 +19,21 @@ _MAX_OUTPUT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last heartbeat of a worker, received `age` seconds ago, with its node's id, its pid and
-    its activity.
+    """The last heartbeat of a worker.
+
+    Attributes:
+        rank: its rank.
+        node: id of its node.
+        pid: id of its process.
+        device: its device, for people.
+        doing: its activity.
+        age: seconds since the heartbeat.
     """
 
     rank: int
     node: str
     pid: int
+    device: str
     doing: Doing
     age: float = 0.0
 
@@ -151,10 +159,7 @@ class Mailbox:
             self._out_printed[rank] = self._out_printed.get(rank, "") + text
         self._printed = {}
         now = time.monotonic()
-        beats = [
-            Beat(beat.rank, beat.node, beat.pid, beat.doing, now - at)
-            for at, beat in self._beats.values()
-        ]
+        beats = [replace(beat, age=now - at) for at, beat in self._beats.values()]
         printed = dict(self._out_printed)
         return Collected(
             self._number,

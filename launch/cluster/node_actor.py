@@ -181,13 +181,17 @@ class NodeActor:
         kept = self._idle.pop(index, None)
         if kept is not None and not kept.has_ended:
             return kept
-        environment = {"CUDA_VISIBLE_DEVICES": self._devices[index]} if self._devices else {}
+        if not self._devices:
+            device, environment = "CPU", {}
+        else:
+            device = f"GPU {self._devices[index]}"
+            environment = {"CUDA_VISIBLE_DEVICES": self._devices[index]}
         try:
-            return _Rank(self._server.fork("rank", environment))
+            return _Rank(self._server.fork("rank", environment), device)
         except TrainingError:  # the server has been killed
             self._server.close()
             self._server = self._options.connect()
-            return _Rank(self._server.fork("rank", environment))
+            return _Rank(self._server.fork("rank", environment), device)
 
 
 class _Rank:
@@ -196,14 +200,16 @@ class _Rank:
     Attributes:
         number: its rank in the current attempt.
         child: the process.
+        device: its device, for people: "CPU", or "GPU" and what Ray has given to it.
         finished: set while it has no task, or has ended.
         failure: failure of its last task.
         has_ended: True if the process has ended.
     """
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, device: str) -> None:
         self.number = -1
         self.child = child
+        self.device = device
         self.finished = threading.Event()
         self.finished.set()
         self.failure: RankFailure | None = None

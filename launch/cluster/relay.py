@@ -28,9 +28,16 @@ _MAX_OUTPUT = 1 << 20
 
 
 class RelayedRank(Protocol):
-    """A rank whose messages are forwarded, with the id of its process."""
+    """A rank whose messages are forwarded.
+
+    Attributes:
+        number: its rank.
+        pid: id of its process.
+        device: its device, for people.
+    """
 
     number: int
+    device: str
 
     @property
     def pid(self) -> int: ...
@@ -70,7 +77,7 @@ class Relay:
         self._lock = threading.Lock()
         self._pending = _Pending()
         self._failure: TrainloadError | None = None
-        self._doing: dict[int, tuple[float, int, Doing]] = {}
+        self._doing: dict[int, tuple[float, RelayedRank, Doing]] = {}
         self._ranks: list[RelayedRank] = []
         self._request = Request.NONE
         self._number = 0
@@ -94,7 +101,7 @@ class Relay:
                 case Event():
                     self._pending.events.append(message)
                 case Doing():
-                    self._doing[rank.number] = (time.monotonic(), rank.pid, message)
+                    self._doing[rank.number] = (time.monotonic(), rank, message)
                 case Printed(text):
                     before = self._pending.printed.get(rank.number, "")
                     room = max(0, _MAX_OUTPUT - len(before))
@@ -168,8 +175,8 @@ class Relay:
             with self._lock:
                 now = time.monotonic()
                 beats = [
-                    Beat(rank, self._node, pid, doing, now - at)
-                    for rank, (at, pid, doing) in self._doing.items()
+                    Beat(number, self._node, rank.pid, rank.device, doing, now - at)
+                    for number, (at, rank, doing) in self._doing.items()
                 ]
                 if self._report is None:
                     pending, self._pending = self._pending, _Pending()

@@ -24,7 +24,7 @@ from trainload.launching.run.monitor import Hang, Monitor
 from trainload.launching.run.run_folder import resume_command
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
-from trainload.launching.run.straggler import Stragglers, device_of_rank, peers_of
+from trainload.launching.run.straggler import Stragglers, peers_of
 from trainload.sharding.plans.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -264,10 +264,9 @@ class WatchedAttempt:
         return False
 
     def _report_stragglers(self) -> None:
-        seats = self.attempt.seats
+        beats = {beat.rank: beat for beat in self._run.inbox.beats}
         for each in self._stragglers.found():
-            node = seats[each.rank]
-            device = device_of_rank(self._run.spec.plan, seats, each.rank)
+            node, device = beats[each.rank].node, beats[each.rank].device
             self._run.journal.write(
                 "warning",
                 message=(

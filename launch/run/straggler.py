@@ -17,6 +17,8 @@ from trainload.sharding.plans.plan import Plan
 STEPS = 20
 SECONDS = 30.0
 """Least number of steps, and time, over which ranks are compared."""
+LEAST_DIFFERENCE = 0.001
+"""Difference per step, in seconds, below which a rank is not slower than its peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Stragglers:
         self._began: float | None = None
         self._first: dict[int, Doing] = {}
         self._last: dict[int, Doing] = {}
-        self._slow: frozenset[int] = frozenset()
+        self._slow: set[int] = set()
 
     def hear(self, rank: int, doing: Doing) -> None:
         """Record what a rank reports."""
@@ -66,8 +68,10 @@ class Stragglers:
             self._first.setdefault(rank, doing)
 
     def found(self) -> list[Straggler]:
-        """Return the stragglers of the last steps, without those that have been returned already,
-        and were slow ever since.
+        """Return the stragglers of the last steps, without those that have been returned already.
+
+        A rank is returned again if it has been less than half as much slower than its peers in
+        between.
         """
         if len(self._ranks) < 2 or len(self._last) < len(self._ranks):
             return []
@@ -86,13 +90,14 @@ class Stragglers:
             rank: (last.worked - self._first[rank].worked) / steps[rank]
             for rank, last in self._last.items()
         }
-        found = []
+        news = []
         for rank, own in seconds.items():
             others = statistics.median(each for other, each in seconds.items() if other != rank)
-            if 0 < others * self._factor <= own:
-                found.append(Straggler(rank, own / others, own, steps[rank]))
-        news = [each for each in found if each.rank not in self._slow]
-        self._slow = frozenset(each.rank for each in found)
+            if own - others < LEAST_DIFFERENCE or own < others * (1 + self._factor) / 2:
+                self._slow.discard(rank)
+            elif 0 < others * self._factor <= own and rank not in self._slow:
+                self._slow.add(rank)
+                news.append(Straggler(rank, own / others, own, steps[rank]))
         self._began, self._first = now, dict(self._last)
         return news
 
@@ -101,16 +106,3 @@ def peers_of(plan: Plan) -> tuple[int, ...]:
     """Return the ranks of a plan that do the same work; none for a pipeline or a single rank."""
     alone = plan.pipeline is not None or plan.world_size == 1
     return () if alone else tuple(range(plan.world_size))
-
-
-def device_of_rank(plan: Plan, seats: Sequence[str], rank: int) -> str:
-    """Return the device of a rank for people: the number of its GPU on its node, or "CPU".
-
-    Args:
-        plan: plan of the run.
-        seats: node of each rank.
-        rank: the rank.
-    """
-    if plan.cluster.device == "cpu":
-        return "CPU"
-    return f"GPU {seats[:rank].count(seats[rank])}"

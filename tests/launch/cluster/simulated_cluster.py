@@ -123,6 +123,7 @@ class SimulatedAttempt:
                 rank,
                 seat,
                 100 + rank,
+                f"GPU {rank + 4}",
                 Doing(phase, self.step, self._reports, "", 0, "", "", 0, *worked.get(rank, ())),
             )
             for rank, seat in enumerate(self.seats)

@@ -124,7 +124,7 @@ def test_a_fulfilled_request_is_no_longer_pending(box: Mailbox) -> None:
 
 
 def test_the_age_of_a_heartbeat_includes_its_time_on_the_node(box: Mailbox) -> None:
-    beat = Beat(0, "node", 1, Doing(Phase.STEP, step=3), age=5.0)
+    beat = Beat(0, "node", 1, "GPU 3", Doing(Phase.STEP, step=3), age=5.0)
     box.report(1, "node", 1, report(beats=[beat]))
     assert box.collect(NONE, 0, 0).beats[0].age >= 5.0
 
@@ -145,7 +145,7 @@ class Rank:
     """A rank without a process, which stores the messages that it receives."""
 
     def __init__(self) -> None:
-        self.number, self.pid = 0, 7
+        self.number, self.pid, self.device = 0, 7, "CPU"
         self.received: list[object] = []
 
     def send(self, message: object) -> None:

@@ -264,7 +264,7 @@ def test_a_rank_that_is_slower_than_the_others_is_reported(driver: Driver) -> No
         attempt.report(worked={0: (number, 0.1 * number), 1: (number, 0.3 * number)})
         driver.advance(seconds=straggler.SECONDS / straggler.STEPS)
     (message,) = driver.messages("warning")
-    assert message.startswith("rank 1 (node b, CPU) is 3.0 times slower than the others: 0.3 s")
+    assert message.startswith("rank 1 (node b, GPU 5) is 3.0 times slower than the others: 0.3 s")
 
 
 def test_ranks_that_never_report_hang(driver: Driver) -> None:

@@ -71,6 +71,16 @@ def test_a_rank_that_is_slow_again_is_reported_again() -> None:
     assert [len(each) for each in found] == [1, 0, 1]
 
 
+def test_a_rank_about_as_slow_as_the_factor_is_reported_once() -> None:
+    ranks = Ranks(4)
+    found = [ranks.work({1: seconds}) for seconds in (0.16, 0.14, 0.16, 0.13, 0.16)]
+    assert [len(each) for each in found] == [1, 0, 0, 0, 0]
+
+
+def test_a_difference_that_is_too_short_to_be_measured_is_none() -> None:
+    assert Ranks(2).work({0: 0.0006, 1: 0.0002}) == []
+
+
 def test_a_few_slow_steps_are_none() -> None:
     ranks = Ranks(4)
     ranks.work(steps=STEPS // 2)
