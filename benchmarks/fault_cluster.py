@@ -36,6 +36,7 @@ HANG_TIMEOUT = 10.0
 PATIENCE = 240.0
 """Timeout in seconds for the conditions that a fault waits for."""
 LIBRARY = "faults=faults_op"
+_SLOWER = "warning: rank 1 ("
 _TOLD = frozenset({"failure", "warning", "waiting", "preemption", "resize", "start", "failed"})
 
 
@@ -283,8 +284,9 @@ class Fault:
     Attributes:
         act: injects the fault.
         nodes: number of nodes at the start.
-        said: kind of the event that reports the fault or, in double quotes, a text that the process
-            that was launched prints.
+        said: kind of the event that reports the fault, and after ": " the beginning of its message
+            if others are of that kind; or, in double quotes, a text that the process that was
+            launched prints.
         disk: size in MiB of a separate disk for the run; None: no separate disk.
         sizes: allowed numbers of nodes, as for --nodes.
         resumed: True if the run fails and is resumed manually.
@@ -321,7 +323,7 @@ def slow_down(run: Run) -> None:
     run.at = time.time()
     slow = Path(os.environ[SLOW])
     slow.write_text(str(run.pid(1)))
-    run.wait(lambda: run.last("warning", run.at))
+    run.wait(lambda: time_said(run, _SLOWER))
     slow.unlink()
     run.cleared = time.time()
 
@@ -477,7 +479,7 @@ FAULTS = (
     Fault("worker killed", kill),
     Fault("worker stopped (SIGSTOP)", stop),
     Fault("worker stuck outside a collective", stick),
-    Fault("worker three times slower", slow_down, said="warning"),
+    Fault("worker three times slower", slow_down, said=_SLOWER),
     Fault("node cut off for 20 s", partition, networked=True),
     Fault("200 ms and 2 % loss, worker killed", worsen_network, networked=True),
     Fault("node lost, a spare there", lose_node, nodes=3),
@@ -552,8 +554,16 @@ def time_said(run: Run, said: str) -> float | None:
     quoted = re.fullmatch(r'"(.*)"', said)
     if quoted is not None:
         return run.heard(quoted[1])
+    kind, _, beginning = said.partition(": ")
     return next(
-        (event.time for event in run.events if event.time > run.at and event.kind == said), None
+        (
+            event.time
+            for event in run.events
+            if event.time > run.at
+            and event.kind == kind
+            and str(event.data.get("message", "")).startswith(beginning)
+        ),
+        None,
     )
 
 

@@ -11,6 +11,7 @@ import heapq
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -19,12 +20,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _NETWORK = "10.78.0"
 _BRIDGE = "tlbr"
+_NAME = re.compile(r"tl\d+")
 _CONTROL_PORTS = range(20000, 24000)
 """Ports of Ray's processes. Collectives use others."""
 _PORTS_EACH = 200
@@ -49,12 +51,13 @@ class NetworkNodes:
         self._is_over = threading.Event()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
-        _ip("link", "add", _BRIDGE, "type", "bridge")
-        _ip("addr", "add", f"{_NETWORK}.1/24", "dev", _BRIDGE)
-        _ip("link", "set", _BRIDGE, "up")
         port = _CONTROL_PORTS[0]
         self.address = f"{_NETWORK}.1:{port}"
+        _remove(_namespaces())  # left by a process that was killed
         try:
+            _ip("link", "add", _BRIDGE, "type", "bridge")
+            _ip("addr", "add", f"{_NETWORK}.1/24", "dev", _BRIDGE)
+            _ip("link", "set", _BRIDGE, "up")
             options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
             self._run("head", [], options, 1)
             for _ in range(count):
@@ -162,12 +165,30 @@ class NetworkNodes:
             _end_processes_in(name)
         for thread in self._threads:
             thread.join(_START_SECONDS)
-        for name in self._names:
-            subprocess.run(["ip", "link", "del", f"{name}b"], check=False)
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        subprocess.run(["ip", "link", "del", _BRIDGE], check=False)
+        _remove(self._names)
         for name in _VARIABLES:
             del os.environ[name]
+
+
+def _namespaces() -> list[str]:
+    """Return the names of all network namespaces of such nodes."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    names = [line.split()[0] for line in found.stdout.splitlines()]
+    return [name for name in names if _NAME.fullmatch(name)]
+
+
+def _remove(names: Sequence[str]) -> None:
+    """Remove nodes with all of their processes, and the bridge, as far as they exist."""
+    for name in names:
+        _end_processes_in(name)
+        subprocess.run(["ip", "netns", "del", name], check=False)
+    found = subprocess.run(
+        ["ip", "-json", "link", "show"], capture_output=True, text=True, check=True
+    )
+    ours = {_BRIDGE, *(f"{name}b{end}" for name in names for end in ("", "n", "f"))}
+    for link in {each["ifname"] for each in json.loads(found.stdout)} & ours:
+        # with one end of a pair the other one goes
+        subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
 
 
 def _kill_with_descendants(pid: int) -> None:
