@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +37,7 @@ from trainload.launching.run.journal import Event, followed, stream_events
 from trainload.launching.run.opening import frozen_package
 from trainload.launching.run.result import RunResult, check_output, finish
 from trainload.launching.run.run_changes import changed, changes_run
-from trainload.launching.run.run_folder import RUN_FILE, nothing_left
+from trainload.launching.run.run_folder import RUN_FILE, RunFolder, removed_unless_kept
 from trainload.launching.run.run_spec import RunSpec, least_plan, read_spec, write_spec
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings
@@ -351,19 +351,20 @@ def _ignore(event: Event) -> None:
 def _drive(
     spec: RunSpec, on_event: Callable[[Event], None], *, new: bool
 ) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
-    """Drive a run inside the block. If it is new, its folder is made, and removed if the run does
-    not begin.
+    """Drive a run inside the block. If it is new, its folder is created, and removed again if the
+    block is not reached.
 
     Yields:
         What receives the run's events, for its sinks too; and the check that no other process
         drives the run.
     """
     run_dir = Path(spec.run_dir)
-    with nothing_left(run_dir) as folder:
+    with removed_unless_kept(run_dir) if new else nullcontext(RunFolder(run_dir)) as folder:
         if new:
             write_spec(spec)
-            folder.made = True
+            folder.is_created = True
         with driving(run_dir) as check_driver, open_sinks(spec.sinks, run_dir, on_event) as tell:
+            folder.is_kept = True
             try:
                 yield tell, check_driver
             except (StorageError, ClusterError) as error:

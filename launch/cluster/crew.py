@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainload.launching.cluster.node_actor import NodeActor
 from trainload.launching.cluster.nodes import Node, nodes_of, resource_of
-from trainload.launching.cluster.reservation import Reservation, reserve
+from trainload.launching.cluster.reservation import reserve
 from trainload.launching.ranks.fork_server import ServerOptions
 from trainload.sharding.plans.plan import DeviceKind
 
 _CALLS = 16
 """Concurrent calls of a node actor, most of which wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    actor: Any
+    devices: int
+    group: PlacementGroup
 
 
 class Crew:
@@ -32,12 +41,11 @@ class Crew:
     def __init__(self, device: DeviceKind, fork_server: ServerOptions) -> None:
         self._device = device
         self._fork_server = fork_server
-        self._actors: dict[str, Any] = {}
-        self._reserved: dict[str, Reservation] = {}
+        self._members: dict[str, _Member] = {}
 
     def nodes(self) -> list[Node]:
         """Return the nodes of the cluster, with the devices of the crew counted as free."""
-        own = {node: held.devices[node] for node, held in list(self._reserved.items())}
+        own = {node: member.devices for node, member in list(self._members.items())}
         return [
             replace(node, free=node.free + own.get(node.id, 0)) for node in nodes_of(self._device)
         ]
@@ -48,51 +56,43 @@ class Crew:
         Actors of other nodes, or with other numbers of devices, are released first.
 
         Raises:
-            DevicesTakenError: devices are in use by something else; then no actor is created.
+            DevicesTakenError: devices are in use by something else.
         """
         wanted = Counter(seats)
-        unfit = {
-            held
-            for node, held in self._reserved.items()
-            if node in wanted and wanted[node] != held.devices[node]
-        }
         self.release(
-            [node for node in self._actors if node not in wanted or self._reserved[node] in unfit]
+            [node for node, member in self._members.items() if wanted.get(node) != member.devices]
         )
-        missing = {node: n for node, n in wanted.items() if node not in self._reserved}
-        if missing:
-            reservation = reserve(missing, resource_of(self._device))
-            self._reserved |= dict.fromkeys(missing, reservation)
-        for node in wanted:
-            if node not in self._actors:
-                self._actors[node] = self._actor(node)
-        return {node: self._actors[node] for node in wanted}
+        self._create({node: n for node, n in wanted.items() if node not in self._members})
+        return {node: self._members[node].actor for node in wanted}
 
     def release(self, nodes: Collection[str]) -> None:
-        """Kill the actors of nodes, with their ranks.
-
-        The devices are free once no actor is left of those with which they were reserved. Until
-        then `seat` can use them again.
-        """
-        for node in set(nodes) & self._actors.keys():
-            ray.kill(self._actors.pop(node))
-        used = {self._reserved[node] for node in self._actors}
-        for each in set(self._reserved.values()) - used:
-            each.free()
-        self._reserved = {node: held for node, held in self._reserved.items() if held in used}
+        """Kill the actors of nodes, with their ranks, and free the devices."""
+        for node in set(nodes) & self._members.keys():
+            member = self._members.pop(node)
+            ray.kill(member.actor)
+            remove_placement_group(member.group)
 
     def close(self) -> None:
         """Release all nodes."""
-        self.release(list(self._actors))
+        self.release(list(self._members))
 
-    def _actor(self, node: str) -> Any:
-        """Create the actor of a node whose devices are reserved."""
-        held = self._reserved[node]
-        number = held.devices[node]
-        is_gpu = resource_of(self._device) == "GPU"
-        own = {"num_gpus": number, "num_cpus": 0} if is_gpu else {"num_cpus": number}
-        return (
-            ray.remote(NodeActor)
-            .options(**own, max_concurrency=_CALLS, scheduling_strategy=held.strategy(node))
-            .remote(node, self._fork_server)
-        )
+    def _create(self, wanted: Mapping[str, int]) -> None:
+        """Create actors: node -> number of its devices.
+
+        Raises:
+            DevicesTakenError: as for `seat`; then none of them is created.
+        """
+        name = resource_of(self._device)
+        for node, group in reserve(wanted, name).items():
+            devices = wanted[node]
+            own = {"num_gpus": devices, "num_cpus": 0} if name == "GPU" else {"num_cpus": devices}
+            actor = (
+                ray.remote(NodeActor)
+                .options(
+                    **own,
+                    max_concurrency=_CALLS,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+                )
+                .remote(node, self._fork_server)
+            )
+            self._members[node] = _Member(actor, devices, group)

@@ -1,10 +1,10 @@
-"""Reserve devices of nodes in a placement group."""
+"""Reserve devices of a node in a placement group."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -16,58 +16,46 @@ RESERVE_SECONDS = 10.0
 
 
 class DevicesTakenError(Exception):
-    """Devices of nodes that were free have been taken by something else."""
+    """The devices of a node that were free have been taken by something else."""
 
-    def __init__(self, *nodes: str) -> None:
-        super().__init__(f"devices of these nodes are in use: {', '.join(nodes)}")
-        self.nodes = nodes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reservation:
-    """Devices of nodes, which are freed together.
-
-    Attributes:
-        devices: id of each node -> number of devices.
-    """
-
-    devices: Mapping[str, int]
-    _group: PlacementGroup
-
-    def strategy(self, node: str) -> PlacementGroupSchedulingStrategy:
-        """Return the scheduling strategy of what uses the devices of a node."""
-        index = list(self.devices).index(node)
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-
-    def free(self) -> None:
-        """Free the devices. What uses them ends."""
-        remove_placement_group(self._group)
+    def __init__(self, node: str) -> None:
+        super().__init__(f"the devices of node {node} are in use")
+        self.node = node
 
 
-def reserve(devices: Mapping[str, int], resource: str) -> Reservation:
-    """Reserve devices of nodes, all or none. Ray's view of them may be a second old.
+def reserve(devices: Mapping[str, int], resource: str) -> dict[str, PlacementGroup]:
+    """Reserve devices of nodes. Ray's view of them may be a second old.
 
-    If two runs want the same nodes, one of them has all it wants, and neither waits for the other
-    while it holds some.
+    Each node has a placement group of its own, so that a run which leaves a node frees its devices
+    and keeps the others. The groups are not one atomic request: if two runs want the same nodes,
+    each may have some of them, and both fail.
 
     Args:
         devices: id of each node -> number of devices.
         resource: name of the devices: CPU or GPU.
 
+    Returns:
+        Node -> its placement group.
+
     Raises:
-        DevicesTakenError: they are not free on all of the nodes.
+        DevicesTakenError: they are not free on some node; then none are reserved.
     """
-    group = placement_group(
-        [{resource: float(count)} for count in devices.values()],
-        bundle_label_selector=[{NODE_LABEL: node} for node in devices],
-    )
+    groups: dict[str, PlacementGroup] = {
+        node: placement_group(
+            [{resource: float(count)}], bundle_label_selector=[{NODE_LABEL: node}]
+        )
+        for node, count in devices.items()
+    }
+    until = time.monotonic() + RESERVE_SECONDS
     try:
-        if not group.wait(RESERVE_SECONDS):
-            raise DevicesTakenError(*devices)
+        for node, group in groups.items():
+            if not group.wait(max(0.0, until - time.monotonic())):
+                raise DevicesTakenError(node)
     except BaseException:
-        remove_placement_group(group)
+        for each in groups.values():
+            remove_placement_group(each)
         raise
-    return Reservation(devices, group)
+    return groups
 
 
 @contextmanager
@@ -77,8 +65,8 @@ def reserved(node: str, resource: str, count: int) -> Iterator[PlacementGroupSch
     Yields:
         The scheduling strategy of tasks that use them.
     """
-    reservation = reserve({node: count}, resource)
+    group = reserve({node: count}, resource)[node]
     try:
-        yield reservation.strategy(node)
+        yield PlacementGroupSchedulingStrategy(group)
     finally:
-        reservation.free()
+        remove_placement_group(group)

@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 GROW_SECONDS = 10.0
 """Time for which room for more ranks must have been available before a run grows."""
 _REPORT_SECONDS = 30.0
+TAKEN_SECONDS = 5.0
+"""Maximum time to wait after devices were taken by something else."""
 _GRACE_SECONDS = 1.0
 """Time without free devices after which it is reported for the first time."""
 _PROBE_FILE = ".writable"
@@ -69,11 +71,17 @@ class State(ABC):
 
 
 class Placing(State):
-    """Wait until the run's folder is writable and there is room for the ranks."""
+    """Wait until the run's folder is writable and there is room for the ranks.
 
-    def __init__(self, run: SupervisedRun) -> None:
+    Args:
+        run: the run.
+        pause: time in seconds to wait first.
+    """
+
+    def __init__(self, run: SupervisedRun, pause: float = 0.0) -> None:
         super().__init__(run)
         self._began = run.clock()
+        self._first_try = self._began + pause
         self._is_writable = self._waited_for_storage = False
         self._reported_at = -float("inf")
 
@@ -82,6 +90,8 @@ class Placing(State):
         if run.is_stopping():
             raise run.stop_error()
         run.is_time_to_look()
+        if run.clock() < self._first_try:
+            return self
         if not self._is_writable:
             self._is_writable = self._try_to_write()
             if not self._is_writable:
@@ -186,7 +196,8 @@ class Attempting(State):
         run = self.run
         self.watched.attempt.end()
         if isinstance(self.watched.attempt.error, DevicesTakenError):
-            return Placing(run)
+            # Two runs that want the same nodes, and have some of them each, must not retry at once.
+            return Placing(run, pause=run.chance.uniform(0.0, TAKEN_SECONDS))
         run.placing_since = None
         failure = self._failure()
         if failure is not None:

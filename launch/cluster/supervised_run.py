@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ class SupervisedRun:
         lost: ids of nodes that did not respond; they are not used until they respond.
         stop_requested: True once the run was asked to stop.
         number: number of the last attempt.
+        chance: random numbers, which differ between runs.
         placing_since: when the run began to wait for nodes; None after an attempt that had them.
     """
 
@@ -111,6 +113,7 @@ class SupervisedRun:
         self.stop_requested = False
         self.number = 0
         self.placing_since: float | None = None
+        self.chance = random.Random()
         self._looked_at = -float("inf")
 
     def is_stopping(self) -> bool:

@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainload.core.logs import logged_suppress
-from trainload.launching.run.journal import JOURNAL
-from trainload.launching.run.run_state import STATE_FILE
+from trainload.core.reading import reading
 
 _log = logging.getLogger(__name__)
 
@@ -25,37 +25,41 @@ DRIVER_FOLDER = "driver"
 
 
 @dataclass(slots=True)
-class NewFolder:
-    """The folder of a run before the run has begun.
+class RunFolder:
+    """The folder of a run that is about to begin.
 
     Attributes:
         run_dir: the folder.
-        made: True if this process has created the run.
-        handed: True if another process has been asked to drive the run, and may do so.
+        is_created: True if this process has created the run.
+        is_kept: True from the moment at which this or another process may drive the run.
     """
 
     run_dir: Path
-    made: bool = False
-    handed: bool = False
+    is_created: bool = False
+    is_kept: bool = False
 
 
 @contextmanager
-def nothing_left(run_dir: Path) -> Iterator[NewFolder]:
-    """Remove a run on exit, with its folder and the parents that were created for it.
+def removed_unless_kept(run_dir: Path) -> Iterator[RunFolder]:
+    """Yield the folder of a new run. If the run is not kept, what was created is removed on exit.
 
-    Only if this process created it, and no run has begun there or can begin.
+    The block sets `is_created` once it owns the folder: if two launches use one folder
+    concurrently, the one that fails leaves the folder to the other. The decision reads nothing from
+    the folder, whose storage may fail.
 
-    The block sets `made` once it owns the folder: if two launches use one folder concurrently, the
-    one that fails leaves the folder to the other.
+    Raises:
+        StorageError: the folder cannot be read.
     """
-    new_folders = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    folder = NewFolder(run_dir)
+    with reading("it", run_dir):
+        new_folders = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+        entries = frozenset() if new_folders else frozenset(os.listdir(run_dir))
+    folder = RunFolder(run_dir)
     try:
         yield folder
     finally:
-        if folder.made and not folder.handed and not has_begun(run_dir):
+        if folder.is_created and not folder.is_kept:
             with logged_suppress(_log, f"{run_dir} was not removed", OSError):
-                _remove(run_dir, new_folders)
+                _remove(run_dir, new_folders, entries)
 
 
 def resume_command(run_dir: str | Path) -> str:
@@ -63,17 +67,17 @@ def resume_command(run_dir: str | Path) -> str:
     return f"trainload resume {shlex.quote(str(run_dir))}"
 
 
-def has_begun(run_dir: Path) -> bool:
-    """Return True if a run in this folder has had a driver."""
-    return (run_dir / JOURNAL).exists() or (run_dir / STATE_FILE).exists()
-
-
-def _remove(run_dir: Path, new_folders: list[Path]) -> None:
-    if not new_folders:  # the folder was there, perhaps with other files
-        (run_dir / RUN_FILE).unlink()
-        shutil.rmtree(run_dir / DRIVER_FOLDER, ignore_errors=True)
+def _remove(run_dir: Path, new_folders: list[Path], entries: frozenset[str]) -> None:
+    """Remove a folder with its new parents; one that existed keeps the entries that it had."""
+    if new_folders:
+        shutil.rmtree(run_dir)
+        for path in new_folders[1:]:
+            with suppress(OSError):  # another process uses it meanwhile
+                path.rmdir()
         return
-    shutil.rmtree(run_dir)
-    for path in new_folders[1:]:
-        with suppress(OSError):  # another process uses it meanwhile
-            path.rmdir()
+    for name in set(os.listdir(run_dir)) - entries:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

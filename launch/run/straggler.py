@@ -70,8 +70,8 @@ class Stragglers:
     def found(self) -> list[Straggler]:
         """Return the stragglers of the last steps, without those that have been returned already.
 
-        A rank is returned again if it has been less than half as much slower than its peers in
-        between.
+        A rank is returned again only after its excess over its peers was below half of the one that
+        counts.
         """
         if len(self._ranks) < 2 or len(self._last) < len(self._ranks):
             return []

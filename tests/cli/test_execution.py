@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +14,18 @@ import click
 import pytest
 from tests.launch.commands import interrupt
 
+from trainload.cli.commands import runs
 from trainload.cli.commands.execution import hold_until_end, run_group
 from trainload.core.errors import PackageError
 from trainload.packaging.package import Package
 
 
 @contextmanager
-def slow_to_end() -> Iterator[None]:
+def slow_to_end(number: int | None) -> Iterator[None]:
+    """Send a signal to this process at the end."""
     yield
+    if number is not None:
+        os.kill(os.getpid(), number)
     sys.stderr.write("ended\n")
 
 
@@ -29,8 +35,9 @@ def group() -> None:
 
 
 @group.command()
-def fails() -> None:
-    hold_until_end(slow_to_end())
+@click.option("--signal", "number", type=int)
+def fails(number: int | None) -> None:
+    hold_until_end(slow_to_end(number))
     raise PackageError("there is no such package")
 
 
@@ -39,6 +46,30 @@ def test_an_error_is_reported_before_what_the_command_holds_has_ended(
 ) -> None:
     assert run_group(group, ["fails"]) == 2
     assert capsys.readouterr().err == "trainload: there is no such package\nended\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_that_ends_does_not_change_the_exit_status(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.getsignal(number)
+    assert run_group(group, ["fails", "--signal", str(int(number))]) == 2
+    assert capsys.readouterr().err.endswith("ended\n")
+    assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("missing.npz", False),
+        ("python:rows.py:rows", True),
+        ("s3://bucket/rows", True),
+        ("store#line/3", True),
+        ("rows-*.npz", True),
+    ],
+)
+def test_only_a_path_is_known_to_be_missing(source: str, expected: bool) -> None:
+    assert runs._may_exist(source) == expected
 
 
 CODE = """

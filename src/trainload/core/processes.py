@@ -82,6 +82,20 @@ def interrupted_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def termination_signals_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C, SIGTERM and SIGHUP within the block. Outside of the main thread nothing is
+    changed.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if in_main_thread() else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def unignored_handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
     """Return the signals that this process does not ignore, with their handlers.
 

@@ -285,6 +285,7 @@ class Driver:
         self.run = SupervisedRun(
             spec_of(run_dir, worlds), self.cluster, self.events.append, check_driver, self.clock
         )
+        self.run.chance.seed(0)
         self.supervisor = Supervisor(self.run, self.cluster, self._sleep)
         self.state: State = Placing(self.run)
 

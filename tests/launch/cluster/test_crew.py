@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,46 +16,39 @@ from trainload.launching.cluster.reservation import DevicesTakenError
 from trainload.launching.ranks.fork_server import ServerOptions
 
 
-@dataclass(eq=False)
-class FakeReservation:
-    devices: dict[str, int]
-    is_free: bool = False
-
-    def free(self) -> None:
-        self.is_free = True
-
-
 @dataclass
 class FakeCluster:
-    """Reservations and actors that a crew has made; each node has two devices."""
+    """Devices that a crew has reserved, and the actors that it has created; each node has two
+    devices.
+    """
 
-    reservations: list[FakeReservation] = field(default_factory=list)
+    reserved: dict[str, int] = field(default_factory=dict)
     actors: list[str] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
 
-    def in_use(self, node: str) -> int:
-        return sum(each.devices.get(node, 0) for each in self.reservations if not each.is_free)
+    def reserve(self, devices: Mapping[str, int], resource: str) -> dict[str, str]:
+        for node, count in devices.items():
+            if self.reserved.get(node, 0) + count > 2:
+                raise DevicesTakenError(node)
+        self.reserved |= devices
+        return {node: node for node in devices}
 
-    def reserve(self, devices: Mapping[str, int], resource: str) -> FakeReservation:
-        if any(self.in_use(node) + count > 2 for node, count in devices.items()):
-            raise DevicesTakenError(*devices)
-        self.reservations.append(FakeReservation(dict(devices)))
-        return self.reservations[-1]
-
-    def create(self, node: str) -> str:
+    def create(self, node: str, _: ServerOptions) -> str:
         self.actors.append(node)
         return f"actor {len(self.actors)} on {node}"
 
     def nodes(self, device: str) -> list[Node]:
-        return [Node(name, "", 2, 2 - self.in_use(name)) for name in "abc"]
+        return [Node(name, "", 2, 2 - self.reserved.get(name, 0)) for name in "abc"]
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     found = FakeCluster()
+    remote = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=found.create))
     monkeypatch.setattr(module, "reserve", found.reserve)
     monkeypatch.setattr(module, "nodes_of", found.nodes)
-    monkeypatch.setattr(Crew, "_actor", lambda crew, node: found.create(node))
+    monkeypatch.setattr(module, "remove_placement_group", found.reserved.pop)
+    monkeypatch.setattr("ray.remote", lambda actor: remote)
     monkeypatch.setattr("ray.kill", found.killed.append)
     return found
 
@@ -62,15 +56,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 @pytest.fixture
 def crew(cluster: FakeCluster) -> Crew:
     return Crew("cpu", ServerOptions(0.0))
-
-
-def free(crew: Crew) -> dict[str, int]:
-    return {node.id: node.free for node in crew.nodes()}
-
-
-def test_all_devices_are_reserved_at_once(crew: Crew, cluster: FakeCluster) -> None:
-    assert list(crew.seat("aab")) == ["a", "b"]
-    assert [each.devices for each in cluster.reservations] == [{"a": 2, "b": 1}]
 
 
 def test_an_actor_serves_the_next_attempt(crew: Crew, cluster: FakeCluster) -> None:
@@ -87,48 +72,26 @@ def test_a_run_that_moves_keeps_the_actor_of_the_node_that_stays(
     assert cluster.killed == [before["b"]]
 
 
-def test_a_node_that_was_left_counts_as_free_and_can_be_used_again(
-    crew: Crew, cluster: FakeCluster
-) -> None:
+def test_the_devices_of_a_node_that_was_left_are_free(crew: Crew, cluster: FakeCluster) -> None:
     crew.seat("ab")
     crew.seat("a")
-    assert cluster.in_use("b") == 1
-    assert free(crew) == {"a": 2, "b": 2, "c": 2}
-    crew.seat("ab")
-    assert len(cluster.reservations) == 1
+    assert cluster.reserved == {"a": 1}
+
+
+def test_devices_of_the_crew_count_as_free(crew: Crew) -> None:
+    crew.seat("aab")
+    assert [node.free for node in crew.nodes()] == [2, 2, 2]
+
+
+def test_another_number_of_devices_needs_another_actor(crew: Crew, cluster: FakeCluster) -> None:
+    crew.seat("aabb")
+    crew.seat("aab")
+    assert cluster.reserved == {"a": 2, "b": 1}
     assert cluster.actors == ["a", "b", "b"]
 
 
-def test_its_devices_are_free_once_no_actor_of_the_reservation_is_left(
-    crew: Crew, cluster: FakeCluster
-) -> None:
-    crew.seat("ab")
-    crew.seat("bc")
-    crew.seat("c")
-    assert [cluster.in_use(node) for node in "abc"] == [0, 0, 1]
-
-
-def test_other_numbers_of_devices_are_reserved_anew(crew: Crew, cluster: FakeCluster) -> None:
-    crew.seat("aabb")
-    crew.seat("aab")
-    assert [each.is_free for each in cluster.reservations] == [True, False]
-    assert cluster.reservations[1].devices == {"a": 2, "b": 1}
-
-
-def test_a_node_that_was_left_is_reserved_anew_for_another_number(
-    crew: Crew, cluster: FakeCluster
-) -> None:
-    crew.seat("abb")
-    crew.seat("a")
-    crew.seat("ab")
-    assert cluster.reservations[-1].devices == {"a": 1, "b": 1}
-    assert cluster.in_use("b") == 1
-
-
-def test_if_devices_are_taken_there_are_no_actors_on_new_nodes(
-    crew: Crew, cluster: FakeCluster
-) -> None:
-    cluster.reserve({"b": 2}, "CPU")
+def test_if_devices_are_taken_there_are_no_new_actors(crew: Crew, cluster: FakeCluster) -> None:
+    cluster.reserved["b"] = 2
     with pytest.raises(DevicesTakenError):
         crew.seat("ab")
     assert cluster.actors == []
@@ -138,4 +101,4 @@ def test_a_crew_that_is_closed_holds_nothing(crew: Crew, cluster: FakeCluster) -
     actors: dict[str, Any] = crew.seat("ab")
     crew.close()
     assert sorted(cluster.killed) == sorted(actors.values())
-    assert all(each.is_free for each in cluster.reservations)
+    assert cluster.reserved == {}

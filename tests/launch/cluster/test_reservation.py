@@ -20,7 +20,7 @@ def test_devices_of_several_nodes_are_reserved_all_or_none(
         impatient.setattr(reservation, "RESERVE_SECONDS", 1.0)
         with pytest.raises(DevicesTakenError) as caught:
             reserve({here: 1, MISSING: 1}, "CPU")
-    assert caught.value.nodes == (here, MISSING)
+    assert caught.value.node == MISSING
     with reserved(here, "CPU", 2):
         pass
 

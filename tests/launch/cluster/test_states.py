@@ -28,6 +28,7 @@ from trainload.launching.cluster.inbox import LOST_SECONDS
 from trainload.launching.cluster.reservation import DevicesTakenError
 from trainload.launching.cluster.states import (
     GROW_SECONDS,
+    TAKEN_SECONDS,
     Ended,
     Placing,
     Preparing,
@@ -221,6 +222,23 @@ def test_devices_that_were_taken_meanwhile_are_no_failure(driver: Driver) -> Non
     assert driver.messages("failure") == []
 
 
+def test_two_runs_that_take_devices_from_one_another_do_not_retry_together(
+    driver: Driver,
+) -> None:
+    pauses = set()
+    for _ in range(3):
+        driver.reach(Preparing)
+        driver.cluster.attempt.error = DevicesTakenError("a")
+        driver.cluster.attempt.end()
+        driver.reach(Placing)
+        began = driver.clock.now
+        while isinstance(driver.state, Placing):
+            driver.advance()
+        pauses.add(driver.clock.now - began)
+    assert len(pauses) == 3
+    assert max(pauses) < TAKEN_SECONDS + 1
+
+
 def test_devices_that_are_taken_meanwhile_do_not_extend_the_patience(driver: Driver) -> None:
     driver.advance()
     driver.advance(seconds=PATIENCE - 1)
@@ -229,7 +247,7 @@ def test_devices_that_are_taken_meanwhile_do_not_extend_the_patience(driver: Dri
     assert isinstance(driver.advance(), Placing)
     driver.cluster.taken = {"b"}
     with pytest.raises(ClusterError, match="too few free nodes"):
-        driver.advance(seconds=2)
+        driver.advance(seconds=2 + TAKEN_SECONDS)
 
 
 def test_a_run_that_has_trained_waits_anew(driver: Driver) -> None:

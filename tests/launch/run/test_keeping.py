@@ -154,9 +154,12 @@ def test_a_cluster_that_never_answers_is_given_up(
         kept(monkeypatch, prepared, drive, lambda: False)
 
 
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"node_patience": null}'])
 def test_the_patience_of_a_run_that_cannot_be_read_is_the_default(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    content: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if content is not None:
+        (tmp_path / RUN_FILE).write_text(content)
     assert keeping._patience(tmp_path) == RunSettings.model_fields["node_patience"].default
     assert "run.json cannot be read" in caplog.text
 
@@ -177,6 +180,16 @@ def test_a_driver_that_dies_when_it_has_just_created_the_run_gets_a_successor(
     monkeypatch: pytest.MonkeyPatch, prepared: Path
 ) -> None:
     assert kept(monkeypatch, prepared, lambda number: 0 if number else -9) == (0, 2)
+
+
+def test_a_driver_is_replaced_although_nothing_can_be_read_at_the_moment(
+    monkeypatch: pytest.MonkeyPatch, prepared: Path
+) -> None:
+    def drive(number: int) -> int:
+        (prepared / RUN_FILE).unlink(missing_ok=True)
+        return 0 if number else -9
+
+    assert kept(monkeypatch, prepared, drive) == (0, 2)
 
 
 def test_only_what_the_last_driver_prints_is_the_result(
@@ -282,7 +295,7 @@ def test_a_driver_that_was_ended_as_requested_is_an_interruption(
             write_state(tmp_path, 1, summary(5), {})
         return -15
 
-    with pytest.raises(RunInterrupted, match=f"by signal 15, as requested.*{hint}"):
+    with pytest.raises(RunInterrupted, match=f"as requested, by SIGTERM.*{hint}"):
         kept(monkeypatch, tmp_path, drive, signals=[15])
 
 

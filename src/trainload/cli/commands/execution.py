@@ -12,6 +12,7 @@ import click
 
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, print_json
 from trainload.core.errors import CaptureError, RequestError, TrainloadError
+from trainload.core.processes import termination_signals_ignored
 from trainload.core.redaction import redacted
 
 
@@ -47,8 +48,12 @@ def run_group(group: click.Command, arguments: Sequence[str]) -> int:
 
     Returns the exit status.
     """
-    with ExitStack() as until_end:
+    until_end = ExitStack()
+    try:
         return _run(group, arguments, until_end)
+    finally:
+        with termination_signals_ignored():  # the result or the error is printed
+            until_end.close()
 
 
 def hold_until_end(resource: AbstractContextManager[object]) -> None:

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,7 +73,7 @@ def keep(
         as_json: print what the last driver has printed, and nothing of those that were lost.
 
     Returns:
-        The exit status of the last driver, which has reported the run's result or error.
+        The exit status of the last driver.
 
     Raises:
         RunInterrupted: the driver was ended through this process before it could report.
@@ -83,7 +82,7 @@ def keep(
     """
     if not as_json:
         return _keep(first, again, run_dir, answers, None)
-    with tempfile.TemporaryFile() as output:
+    with os.fdopen(os.memfd_create("output of the driver"), "w+b") as output:
         status = _keep(first, again, run_dir, answers, output)
         output.seek(0)
         printed = output.read().decode()
@@ -107,19 +106,21 @@ def _keep(
     losses, saved = 0, None
     signals: set[int] = set()
     arguments = first
+    has_run = _may_have_run(run_dir)
     while True:
         before = read_state(run_dir)
         status = _drive(arguments, run_dir, signals, output)
         arguments = again
         state = read_state(run_dir)
         has_reported = state is not None and state != before
-        has_run = state is not None or os.path.exists(run_dir / RUN_FILE)
+        has_run = has_run or state is not None or _may_have_run(run_dir)
         if status == DONE:
             return status
         if signals and status < 0:
             hint = f"Continue with: {resume_command(run_dir)}" if has_run else "Launch it again."
             raise RunInterrupted(
-                f"the run's driver was ended by signal {-status}, as requested",
+                "the run's driver was ended as requested, by "
+                + " and ".join(signal.Signals(number).name for number in sorted(signals)),
                 where=str(run_dir),
                 hint=hint,
             )
@@ -155,6 +156,17 @@ def _keep(
         _wait_for_cluster(answers, run_dir)
 
 
+def _may_have_run(run_dir: Path) -> bool:
+    """Return False if there is certainly no run in a folder."""
+    try:
+        os.stat(run_dir / RUN_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _wait_for_cluster(answers: Callable[[], bool], run_dir: Path) -> None:
     """Wait until the cluster responds.
 
@@ -182,7 +194,9 @@ def _patience(run_dir: Path) -> float:
     counts.
     """
     default: float = RunSettings.model_fields["node_patience"].default
-    with logged_suppress(_log, f"{run_dir / RUN_FILE} cannot be read", OSError):
+    with logged_suppress(
+        _log, f"{run_dir / RUN_FILE} cannot be read", OSError, ValueError, AttributeError, TypeError
+    ):
         return float(json.loads((run_dir / RUN_FILE).read_bytes()).get("node_patience", default))
     return default
 

@@ -13,7 +13,7 @@ from trainload.cli.view import tables as view
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError
 
 if TYPE_CHECKING:
-    from trainload.launching.run.run_folder import NewFolder
+    from trainload.launching.run.run_folder import RunFolder
 
 
 def keep_run(
@@ -47,19 +47,19 @@ def keep_run(
     )
 
 
-def detach_run(folder: NewFolder, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
+def detach_run(folder: RunFolder, address: str, as_json: bool, others: Sequence[str] = ()) -> int:
     """Submit the driver of a run as a job. `others` are further arguments of `resume`."""
     from trainload.launching.cluster.jobs import submit
 
     run_dir = folder.run_dir
     # from here on a job may use the folder, even if this process ends
-    folder.handed = True
+    folder.is_kept = True
     try:
         job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
     except LostClusterError:
         raise
     except (ClusterError, TrainingError):  # no job uses it
-        folder.handed = False
+        folder.is_kept = False
         raise
     if as_json:
         shared.print_json({"run": run_dir, "job": job, "address": address})

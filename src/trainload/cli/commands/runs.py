@@ -34,7 +34,12 @@ from trainload.cli.view import run_progress as run_view
 from trainload.core.errors import RunInterrupted, StorageError
 from trainload.core.processes import interrupted_by_signals
 from trainload.core.versions import check_supported_torch
-from trainload.launching.run.run_folder import RUN_FILE, NewFolder, nothing_left, resume_command
+from trainload.launching.run.run_folder import (
+    RUN_FILE,
+    RunFolder,
+    removed_unless_kept,
+    resume_command,
+)
 from trainload.launching.settings.info import description_of, info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
 from trainload.launching.settings.run_settings import BatchSettings, EvaluationSettings, RunSettings
@@ -223,9 +228,9 @@ def launch(
         return DONE
     if detach:
         assert address is not None, "as _check_ray says"
-        with nothing_left(run_dir.absolute()) as folder:
+        with removed_unless_kept(run_dir.absolute()) as folder:
             launching.prepare(opened, plan, data, **options)
-            folder.made = True
+            folder.is_created = True
             return detach_run(folder, address, as_json)
     result = _watch(
         lambda report: launching.launch(opened, plan, data, **options, on_event=report), run_dir
@@ -344,8 +349,12 @@ def _connect_early(
 
 
 def _may_exist(source: str) -> bool:
-    """Return False if a path does not exist; URLs, references and patterns are not looked up."""
-    return "://" in source or "#" in source or has_magic(source) or os.path.exists(source)
+    """Return False if a path does not exist.
+
+    What may be something else than a path is not looked up: a URL, a function (python:...), a
+    release in a store, a pattern.
+    """
+    return ":" in source or "#" in source or has_magic(source) or os.path.exists(source)
 
 
 def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
@@ -495,7 +504,7 @@ def resume(
             for word in (option, str(value))
         ]
         if detach:
-            return detach_run(NewFolder(run_dir.absolute()), address, as_json, others)
+            return detach_run(RunFolder(run_dir.absolute()), address, as_json, others)
         return keep_run(run_dir.absolute(), address, as_json, others=others)
     _connect_early(backend, address, (str(run_dir),))
     from trainload.sharding.plans.plan import read_plan
