@@ -18,11 +18,14 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import filelock
 
 _NETWORK = "10.78.0"
 _BRIDGE = "tlbr"
@@ -53,6 +56,9 @@ class NetworkNodes:
         self._threads: list[threading.Thread] = []
         port = _CONTROL_PORTS[0]
         self.address = f"{_NETWORK}.1:{port}"
+        # two such clusters would have the same addresses
+        self._lock = filelock.FileLock(Path(tempfile.gettempdir(), "trainload-network-nodes.lock"))
+        self._lock.acquire(timeout=0)
         _remove(_namespaces())  # left by a process that was killed
         try:
             _ip("link", "add", _BRIDGE, "type", "bridge")
@@ -168,6 +174,7 @@ class NetworkNodes:
         _remove(self._names)
         for name in _VARIABLES:
             del os.environ[name]
+        self._lock.release()
 
 
 def _namespaces() -> list[str]:
@@ -178,7 +185,11 @@ def _namespaces() -> list[str]:
 
 
 def _remove(names: Sequence[str]) -> None:
-    """Remove nodes with all of their processes, and the bridge, as far as they exist."""
+    """Remove nodes with all of their processes, the head's, and the bridge, as far as they exist."""
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if f"{_NETWORK}.1".encode() in process.read_bytes():  # the head, or it connects to it
+                os.kill(int(process.parent.name), signal.SIGKILL)
     for name in names:
         _end_processes_in(name)
         subprocess.run(["ip", "netns", "del", name], check=False)
