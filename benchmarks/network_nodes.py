@@ -185,7 +185,7 @@ def _namespaces() -> list[str]:
 
 
 def _remove(names: Sequence[str]) -> None:
-    """Remove nodes with all of their processes, the head's, and the bridge, as far as they exist."""
+    """Remove nodes, with all of their processes and those of the head, and the bridge."""
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
             if f"{_NETWORK}.1".encode() in process.read_bytes():  # the head, or it connects to it
