@@ -222,6 +222,7 @@ def work(
                 found["verify"] = subject.load(verifies=True)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
+    os._exit(0)  # a thread of torch's may abort the interpreter's exit
 
 
 def in_ranks(system: str, what: str, folder: str, options: Any, world: int) -> dict[str, float]:
