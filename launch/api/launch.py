@@ -37,7 +37,7 @@ from trainload.launching.run.journal import Event, followed, stream_events
 from trainload.launching.run.opening import frozen_package
 from trainload.launching.run.result import RunResult, check_output, finish
 from trainload.launching.run.run_changes import changed, changes_run
-from trainload.launching.run.run_folder import RUN_FILE, RunFolder, removed_unless_kept
+from trainload.launching.run.run_directory import RUN_FILE, RunFolder, removed_unless_kept
 from trainload.launching.run.run_spec import RunSpec, least_plan, read_spec, write_spec
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings

@@ -30,7 +30,7 @@ from trainload.launching.data.run_data import check_run_data
 from trainload.launching.node.libraries import absolute, check_runnable
 from trainload.launching.run.journal import Event
 from trainload.launching.run.result import check_output
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import RunSpec, check_new_run, read_spec
 from trainload.launching.settings.run_settings import RunSettings, Settings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks

@@ -22,7 +22,7 @@ from trainload.launching.run.contact import Request, asked_by_file
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
 from trainload.launching.run.monitor import Hang, Monitor
-from trainload.launching.run.run_folder import resume_command
+from trainload.launching.run.run_directory import resume_command
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
 from trainload.launching.run.straggler import Stragglers, peers_of

@@ -24,7 +24,7 @@ from trainload.core.credentials import resolve
 from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
 from trainload.core.user_code import describe, load_module, user_line
 from trainload.launching.data.arrow_file import Batch, write_rows
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import made_file
 
 PYTHON = "python:"

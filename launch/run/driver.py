@@ -14,7 +14,7 @@ from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
-from trainload.launching.run.run_folder import DRIVER_FOLDER
+from trainload.launching.run.run_directory import DRIVER_FOLDER
 from trainload.launching.run.run_state import (
     FRESH_SECONDS,
     STATE_FILE,

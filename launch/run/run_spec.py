@@ -17,7 +17,7 @@ from trainload.core.paths import check_name
 from trainload.core.reading import reading
 from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.retention import Retention
-from trainload.launching.run.run_folder import RUN_FILE, resume_command
+from trainload.launching.run.run_directory import RUN_FILE, resume_command
 from trainload.launching.settings.run_settings import MAX_STEPS, RunSettings, SinkName
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.signatures.policy import Policy

@@ -44,7 +44,7 @@ from trainload.launching.node.process_groups import gathered, group_of_stage
 from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Request
-from trainload.launching.run.run_folder import resume_command
+from trainload.launching.run.run_directory import resume_command
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.straggler import peers_of
 from trainload.launching.worker.agreement import check_same_collectives, check_same_data

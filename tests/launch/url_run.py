@@ -22,7 +22,7 @@ import ray
 import trainload
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.result import RunResult
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import read_spec, write_spec
 
 

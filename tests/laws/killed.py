@@ -29,7 +29,7 @@ from trainload.core.errors import CheckpointError, TrainloadError
 from trainload.launching.checkpoints.index import published
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.node.build import uncompiled_build
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import read_spec
 from trainload.launching.worker import preparation
 from trainload.packaging.signatures.verify import verify_package

@@ -13,7 +13,7 @@ from tests.laws.runs import wait_for_step
 from trainload.cli import main as cli
 from trainload.cli.commands import driving, watching
 from trainload.launching.run.journal import Event, read_events
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_state import Summary, write_state
 from trainload.packaging.package import Package
 

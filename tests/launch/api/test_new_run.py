@@ -11,7 +11,7 @@ from tests.report.made import plan
 
 from trainload.core.errors import StorageError
 from trainload.launching.run import run_spec as spec
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import RunSpec, read_spec, write_spec
 
 LINK = os.link

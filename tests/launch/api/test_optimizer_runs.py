@@ -30,7 +30,7 @@ from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 import trainload
 from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.package import Package
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainload.core.errors import StorageError
-from trainload.launching.run.run_folder import DRIVER_FOLDER, RUN_FILE, removed_unless_kept
+from trainload.launching.run.run_directory import DRIVER_FOLDER, RUN_FILE, removed_unless_kept
 
 
 def begin(run_dir: Path) -> None:

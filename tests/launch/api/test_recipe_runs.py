@@ -31,7 +31,7 @@ from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.result import RunResult
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.package import Package
 from trainload.sharding.plans.strategies import Strategy

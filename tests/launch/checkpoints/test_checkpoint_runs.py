@@ -18,7 +18,7 @@ from trainload.launching.checkpoints.index import CHECKPOINTS
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.result import RunResult
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import read_spec, write_spec
 from trainload.packaging.package import Package
 

@@ -14,7 +14,7 @@ from trainload.launching.data.data_files import find_files
 from trainload.launching.data.mixture import parts_of
 from trainload.launching.run.contact import FileContact, Request, asked_by_file, clear_requests
 from trainload.launching.run.journal import JOURNAL, followed, read_events, stream_events
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import check_new_run, read_spec
 from trainload.launching.run.run_state import Summary
 

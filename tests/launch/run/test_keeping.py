@@ -14,7 +14,7 @@ import pytest
 from trainload.cli.commands import keeping
 from trainload.core.errors import LostClusterError, RunInterrupted, TrainingError
 from trainload.launching.run.journal import Event
-from trainload.launching.run.run_folder import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_state import Summary, write_state
 from trainload.launching.settings.run_settings import RunSettings
 

@@ -32,7 +32,7 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
     The exit status is 0 if another cluster would not help: the run has ended or was stopped. A run
     that has diverged fails and is not retried.
     """
-    from trainload.launching.run.run_folder import RUN_FILE
+    from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
     _check_converging(read_state(run_dir), run_dir)

@@ -19,7 +19,7 @@ from trainload.cli.commands.shared import DONE, FAILED, WRONG, err
 from trainload.core.errors import LostClusterError, RunInterrupted, TrainingError
 from trainload.core.logs import logged_suppress
 from trainload.core.processes import end_with_parent, unignored_handlers
-from trainload.launching.run.run_folder import RUN_FILE, resume_command
+from trainload.launching.run.run_directory import RUN_FILE, resume_command
 from trainload.launching.settings.run_settings import RunSettings
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     runs. For a store: the current release, its lineage, and metrics over ticks. The page needs no
     network.
     """
-    from trainload.launching.run.run_folder import RUN_FILE
+    from trainload.launching.run.run_directory import RUN_FILE
 
     if "://" in place or "#" in place or (Path(place) / "store.json").is_file():
         _report_store(place, output, as_json)

@@ -13,7 +13,7 @@ from trainload.cli.view import tables as view
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError
 
 if TYPE_CHECKING:
-    from trainload.launching.run.run_folder import RunFolder
+    from trainload.launching.run.run_directory import RunFolder
 
 
 def keep_run(

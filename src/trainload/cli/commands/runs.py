@@ -34,7 +34,7 @@ from trainload.cli.view import run_progress as run_view
 from trainload.core.errors import RunInterrupted, StorageError
 from trainload.core.processes import interrupted_by_signals
 from trainload.core.versions import check_supported_torch
-from trainload.launching.run.run_folder import (
+from trainload.launching.run.run_directory import (
     RUN_FILE,
     RunFolder,
     removed_unless_kept,

@@ -41,7 +41,7 @@ def status(run_dir: Path, follow: bool, as_json: bool) -> None:
 @json_option
 def runs(folder: Path, as_json: bool) -> None:
     """List the runs in FOLDER (default: runs/), the latest first."""
-    from trainload.launching.run.run_folder import RUN_FILE
+    from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
     if not folder.is_dir():
@@ -137,7 +137,7 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
 def _require_state(run_dir: Path) -> RunState:
     """Return the last state that a run's driver wrote."""
-    from trainload.launching.run.run_folder import RUN_FILE
+    from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
     if not (run_dir / RUN_FILE).exists():

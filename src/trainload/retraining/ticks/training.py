@@ -78,7 +78,7 @@ class TickRun:
         Another driver has lost the lease and will end, so this waits as long as it takes to notice
         the end of a process on another machine.
         """
-        from trainload.launching.run.run_folder import RUN_FILE
+        from trainload.launching.run.run_directory import RUN_FILE
         from trainload.launching.run.run_state import FRESH_SECONDS, read_state
 
         number, until = 1, time.monotonic() + FRESH_SECONDS + 1
@@ -106,7 +106,7 @@ class TickRun:
 
     def _result(self, optimizer_from: str | None) -> RunResult:
         from trainload.launching.api.launch import launch, resume
-        from trainload.launching.run.run_folder import RUN_FILE
+        from trainload.launching.run.run_directory import RUN_FILE
 
         config = self._trail.config
         place: dict[str, Any] = {
