@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -73,11 +74,12 @@ def test_only_a_path_is_known_to_be_missing(source: str, expected: bool) -> None
 
 
 CODE = """
-import sys
+import signal, sys
 from trainload.cli.main import run
 
+before = signal.getsignal(signal.SIGTERM)
 status = run(sys.argv[1:])
-print(status, "ray" in sys.modules)
+print(status, "ray" in sys.modules, signal.getsignal(signal.SIGTERM) is before)
 """
 
 
@@ -94,8 +96,26 @@ def test_a_launch_without_its_package_or_data_starts_no_cluster(
         text=True,
         check=False,
     )
-    assert done.stdout == "2 False\n", done.stderr
+    assert done.stdout == "2 False True\n", done.stderr
     assert "missing" in done.stderr
+
+
+def test_a_launch_that_fails_after_it_has_begun_to_connect_restores_signals(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "damaged.tl").mkdir()
+    arguments = ["launch", "damaged.tl", "--data", str(tiny_data), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    error, _, last = done.stdout.rstrip().rpartition("\n")
+    assert json.loads(error)["error"]["exit"] == 2
+    status, _, is_restored = last.split()
+    assert (status, is_restored) == ("2", "True"), done.stderr
 
 
 @pytest.mark.parametrize("terminate", [True, False], ids=["SIGTERM", "Ctrl-C"])

@@ -344,7 +344,7 @@ def _connect_early(
     if backend == "ray" and "torch" not in sys.modules and all(map(_may_exist, needed)):
         from trainload.launching.cluster.connection import connecting_early
 
-        hold_until_end(interrupted_by_signals())
+        click.get_current_context().with_resource(interrupted_by_signals())
         hold_until_end(connecting_early(address, with_ranks=with_ranks))
 
 
