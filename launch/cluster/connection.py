@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 _LISTEN_SECONDS = 5.0
 _CLOSE_SECONDS = 30.0
 """Time to wait for the end of a connection, which is the end of a local cluster."""
+_GIVE_UP_SECONDS = 2.0
+"""Time to wait for a connection to another cluster that has not been made: nothing has to end."""
+_THREAD = "connection"
 _LOOPBACK = "127.0.0.1"
 _AUTH_MODE = "RAY_AUTH_MODE"
 _NODE_INFO_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
@@ -96,6 +99,15 @@ def connecting_early(address: str | None, *, with_ranks: bool = True) -> Iterato
         connecting.close()
 
 
+def is_connecting() -> bool:
+    """Return True if a connection is still being made or ended, although nobody waits for it.
+
+    Then the exit handler of Ray would wait for it, perhaps forever: a KeyboardInterrupt in the main
+    thread may have left Python's import lock locked.
+    """
+    return any(thread.name == _THREAD for thread in threading.enumerate())
+
+
 class _Connecting:
     """A connection that a thread makes, holds and ends.
 
@@ -111,7 +123,7 @@ class _Connecting:
         self._needs_server = address is None and with_ranks
         self._made: Future[Connection] = Future()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._hold, name="connection", daemon=True)
+        self._thread = threading.Thread(target=self._hold, name=_THREAD, daemon=True)
         self._thread.start()
 
     def wait(self) -> Connection:
@@ -126,7 +138,8 @@ class _Connecting:
         """End the connection, with the local cluster. Only the first call waits for the end."""
         if not self._is_over.is_set():
             self._is_over.set()
-            self._thread.join(_CLOSE_SECONDS)
+            must_end = self._address is None or self._made.done()
+            self._thread.join(_CLOSE_SECONDS if must_end else _GIVE_UP_SECONDS)
 
     def _hold(self) -> None:
         try:

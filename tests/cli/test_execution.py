@@ -17,6 +17,7 @@ from tests.launch.commands import interrupt
 
 from trainload.cli.commands import runs
 from trainload.cli.commands.execution import hold_until_end, run_group
+from trainload.cli.commands.keeping import KEPT
 from trainload.core.errors import PackageError
 from trainload.packaging.package import Package
 
@@ -116,6 +117,38 @@ def test_a_launch_that_fails_after_it_has_begun_to_connect_restores_signals(
     assert json.loads(error)["error"]["exit"] == 2
     status, _, is_restored = last.split()
     assert (status, is_restored) == ("2", "True"), done.stderr
+
+
+STUCK = """
+import atexit, sys, threading
+from trainload.cli.main import main
+from trainload.launching.cluster import connection
+
+def connect(address):
+    threading.Event().wait()
+
+connection._connect = connect
+atexit.register(threading.Event().wait)
+main()
+"""
+
+
+def test_a_connection_that_is_never_made_does_not_keep_the_process(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "damaged.tl").mkdir()
+    arguments = ["launch", "damaged.tl", "--data", str(tiny_data), "--address", "127.0.0.1:1"]
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, KEPT: "run"},  # the driver, not the process that supervises it
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("trainload: damaged.tl")
 
 
 @pytest.mark.parametrize("terminate", [True, False], ids=["SIGTERM", "Ctrl-C"])

@@ -306,4 +306,9 @@ def _complain(kind: type[BaseException], error: BaseException, trace: TracebackT
 def main() -> NoReturn:
     """Run the console script."""
     sys.excepthook = _complain
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    connection = sys.modules.get("trainload.launching.cluster.connection")
+    if connection is not None and connection.is_connecting():
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
