@@ -99,13 +99,19 @@ def connecting_early(address: str | None, *, with_ranks: bool = True) -> Iterato
         connecting.close()
 
 
-def is_connecting() -> bool:
-    """Return True if a connection is still being made or ended, although nobody waits for it.
+def abandon() -> bool:
+    """Give up connections that are still being made or ended, although nobody waits for them, and
+    remove their temporary folders.
 
-    Then the exit handler of Ray would wait for it, perhaps forever: a KeyboardInterrupt in the main
-    thread may have left Python's import lock locked.
+    Returns:
+        True if there is one. Then the exit handler of Ray would wait for it, perhaps forever: a
+        KeyboardInterrupt in the main thread may have left Python's import lock locked.
     """
-    return any(thread.name == _THREAD for thread in threading.enumerate())
+    if all(thread.name != _THREAD for thread in threading.enumerate()):
+        return False
+    for folder in _folders:
+        folder.cleanup()
+    return True
 
 
 class _Connecting:
@@ -159,6 +165,7 @@ class _Connecting:
                 self._made.set_exception(error)
 
 
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 _begun_early: ContextVar[_Connecting | None] = ContextVar("connecting", default=None)
 
 
@@ -167,8 +174,10 @@ def _own_fork_server() -> Iterator[Path]:
     """Run a fork server within the context. Yields the path of its socket."""
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainload-"))
-            path = Path(folder) / "forks.socket"
+            folder = tempfile.TemporaryDirectory(prefix="trainload-", ignore_cleanup_errors=True)
+            _folders.append(folder)
+            stack.callback(_folders.remove, folder)
+            path = Path(stack.enter_context(folder)) / "forks.socket"
             stack.enter_context(ForkServer.connect(0.0, path))
         except OSError as error:
             raise ClusterError(

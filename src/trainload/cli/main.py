@@ -308,7 +308,7 @@ def main() -> NoReturn:
     sys.excepthook = _complain
     status = run(sys.argv[1:])
     connection = sys.modules.get("trainload.launching.cluster.connection")
-    if connection is not None and connection.is_connecting():
+    if connection is not None and connection.abandon():
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

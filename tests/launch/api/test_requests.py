@@ -12,7 +12,6 @@ import trainload
 from trainload.cli import main as cli
 from trainload.cli.commands import run_handover, runs
 from trainload.core.errors import ClusterError, RequestError
-from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.settings.parse import KEYS
 from trainload.launching.settings.run_settings import EvaluationSettings
 from trainload.packaging.package import Package
@@ -119,15 +118,12 @@ def test_a_run_that_is_resumed_otherwise_on_a_cluster_is_kept(
 ) -> None:
     drivers: list[Sequence[str]] = []
 
-    def keep(arguments: Sequence[str], *others: object) -> int:
+    def keep(arguments: Sequence[str], *others: object, as_json: bool) -> int:
         drivers.append(arguments)
         return 0
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_handover, "keep", keep)
-    monkeypatch.setattr(
-        "trainload.launching.run.run_spec.read_spec", lambda folder: RunSpec.model_construct()
-    )
     assert cli.run(["resume", ".", "--address", "h:1", *options]) == 0
     assert drivers == [
         [
