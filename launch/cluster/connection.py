@@ -109,7 +109,7 @@ def abandon() -> bool:
     """
     if all(thread.name != _THREAD for thread in threading.enumerate()):
         return False
-    for folder in _folders:
+    for folder in list(_folders):
         folder.cleanup()
     return True
 
