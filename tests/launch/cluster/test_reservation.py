@@ -18,9 +18,8 @@ def test_devices_of_several_nodes_are_reserved_all_or_none(
     here = ray.get_runtime_context().get_node_id()
     with monkeypatch.context() as impatient:
         impatient.setattr(reservation, "RESERVE_SECONDS", 1.0)
-        with pytest.raises(DevicesTakenError) as caught:
+        with pytest.raises(DevicesTakenError):
             reserve({here: 1, MISSING: 1}, "CPU")
-    assert caught.value.node == MISSING
     with reserved(here, "CPU", 2):
         pass
 
