@@ -11,7 +11,7 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from trainload.core.credentials import resolve
 from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
 from trainload.core.user_code import describe, load_module, user_line
 from trainload.launching.data.arrow_file import Batch, write_rows
-from trainload.launching.run.run_directory import RUN_FILE
+from trainload.launching.run.run_directory import RUN_FILE, missing_folders, remove_empty
 from trainload.launching.run.run_spec import made_file
 
 PYTHON = "python:"
@@ -111,7 +111,7 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
         StorageError: the folder cannot be written.
     """
     folder = made_file(run_dir, "data").parent
-    new = [path for path in (folder, run_dir, *run_dir.parents) if not path.exists()]
+    new_folders = missing_folders(folder)
     try:
         for name, source in data.sources.items():
             try:
@@ -125,10 +125,7 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
     finally:
         if data.sources and not (run_dir / RUN_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # a folder is not empty, since others have used it
-                for path in new:
-                    if path.exists():
-                        path.rmdir()
+            remove_empty(new_folders)
 
 
 def _check_path(data: Data) -> str | Path:

@@ -14,7 +14,6 @@ from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
-from trainload.launching.run.run_directory import DRIVER_FOLDER
 from trainload.launching.run.run_state import (
     FRESH_SECONDS,
     STATE_FILE,
@@ -27,6 +26,7 @@ from trainload.launching.run.run_state import (
 
 _log = logging.getLogger(__name__)
 
+FOLDER = "driver"
 CheckDriver = Callable[[], None]
 """Raises LeaseLostError if another process drives the run now."""
 
@@ -125,12 +125,7 @@ def _restore_state(run_dir: Path, before: RunState | None) -> None:
 def _leases(run_dir: Path) -> Leases[LeaseRecord]:
     hint = "Another process is driving the run: watch it with `trainload status`."
     return Leases(
-        FolderFiles(run_dir),
-        DRIVER_FOLDER,
-        where=str(run_dir),
-        kinds=PLAIN,
-        hint=hint,
-        regains=True,
+        FolderFiles(run_dir), FOLDER, where=str(run_dir), kinds=PLAIN, hint=hint, regains=True
     )
 
 

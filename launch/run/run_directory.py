@@ -9,7 +9,7 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,6 @@ from trainload.core.reading import reading
 _log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-DRIVER_FOLDER = "driver"
-"""Folder with the leases of the run's drivers."""
 
 
 @dataclass(slots=True)
@@ -51,7 +49,7 @@ def removed_unless_kept(run_dir: Path) -> Iterator[RunFolder]:
         StorageError: the folder cannot be read.
     """
     with reading("it", run_dir):
-        new_folders = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+        new_folders = missing_folders(run_dir)
         entries = frozenset() if new_folders else frozenset(os.listdir(run_dir))
     folder = RunFolder(run_dir)
     try:
@@ -60,6 +58,18 @@ def removed_unless_kept(run_dir: Path) -> Iterator[RunFolder]:
         if folder.is_created and not folder.is_kept:
             with logged_suppress(_log, f"{run_dir} was not removed", OSError):
                 _remove(run_dir, new_folders, entries)
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """Return a folder and its parents, innermost first, as far as they do not exist."""
+    return [each for each in (path, *path.parents) if not each.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, innermost first; those that have entries or do not exist are left."""
+    for folder in folders:
+        with suppress(OSError):  # another process uses it meanwhile
+            folder.rmdir()
 
 
 def resume_command(run_dir: str | Path) -> str:
@@ -71,9 +81,7 @@ def _remove(run_dir: Path, new_folders: list[Path], entries: frozenset[str]) -> 
     """Remove a folder with its new parents; one that existed keeps the entries that it had."""
     if new_folders:
         shutil.rmtree(run_dir)
-        for path in new_folders[1:]:
-            with suppress(OSError):  # another process uses it meanwhile
-                path.rmdir()
+        remove_empty(new_folders[1:])
         return
     for name in set(os.listdir(run_dir)) - entries:
         path = run_dir / name

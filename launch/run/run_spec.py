@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,12 @@ from trainload.core.paths import check_name
 from trainload.core.reading import reading
 from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.retention import Retention
-from trainload.launching.run.run_directory import RUN_FILE, resume_command
+from trainload.launching.run.run_directory import (
+    RUN_FILE,
+    missing_folders,
+    remove_empty,
+    resume_command,
+)
 from trainload.launching.settings.run_settings import MAX_STEPS, RunSettings, SinkName
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.signatures.policy import Policy
@@ -149,14 +153,12 @@ def write_spec(spec: RunSpec) -> None:
     folder = Path(spec.run_dir)
     check_new_run(folder)
     with reading("it", folder, _OTHER_FOLDER_HINT):
-        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        new_folders = missing_folders(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_created = create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
     except OSError as error:
-        with suppress(OSError):
-            for path in new_folders:
-                path.rmdir()
+        remove_empty(new_folders)
         raise StorageError(
             f"the run's folder cannot be written: {error.strerror}",
             where=str(folder),

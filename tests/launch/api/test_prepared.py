@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainload.core.errors import StorageError
-from trainload.launching.run.run_directory import DRIVER_FOLDER, RUN_FILE, removed_unless_kept
+from trainload.launching.run import driver
+from trainload.launching.run.run_directory import RUN_FILE, removed_unless_kept
 
 
 def begin(run_dir: Path) -> None:
@@ -35,7 +36,7 @@ def test_in_a_folder_that_was_there_only_the_run_is_removed(tmp_path: Path) -> N
     (tmp_path / "old").mkdir()
     with removed_unless_kept(tmp_path) as folder:
         (tmp_path / RUN_FILE).write_text("{}")
-        (tmp_path / DRIVER_FOLDER / "leases").mkdir(parents=True)
+        (tmp_path / driver.FOLDER / "leases").mkdir(parents=True)
         folder.is_created = True
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "old"]
 
