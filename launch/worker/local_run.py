@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainload.core.errors import ClusterError
-from trainload.core.processes import in_main_thread, is_nobodys
+from trainload.core.processes import cancel_abort, in_main_thread, interrupt, is_nobodys
 from trainload.core.redaction import redacted
 from trainload.launching.node.process_groups import leave_groups
 from trainload.launching.run.contact import FileContact, Request, clear_requests, withdraw
@@ -139,8 +139,9 @@ def _stop_on_interrupt(run_dir: Path, *, leading: bool = True) -> Iterator[None]
     """
 
     def ask(number: int, frame: object) -> None:
+        cancel_abort()
         for changed in before:
-            signal.signal(changed, signal.default_int_handler)
+            signal.signal(changed, interrupt)
         try:
             (run_dir / Request.STOP.file).touch()
         except OSError:

@@ -71,6 +71,22 @@ def test_a_handler_that_the_caller_has_set_stays(tmp_path: Path) -> None:
     assert heard == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
+def test_a_process_with_ray_is_not_aborted_after_sigterm() -> None:
+    program = """
+import signal
+import ray
+from trainload.core.processes import interrupted_by_signals
+
+with interrupted_by_signals():
+    signal.alarm(60)  # as Ray's handler does
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        print(signal.alarm(0))
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "0\n"
+
+
 def test_another_thread_leaves_signals_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     found = []

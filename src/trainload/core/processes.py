@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,22 @@ def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def interrupt(number: int, frame: object) -> None:
+    """Raise KeyboardInterrupt: a handler of SIGTERM and SIGHUP that makes them like Ctrl-C."""
+    cancel_abort()
+    raise KeyboardInterrupt
+
+
+def cancel_abort() -> None:
+    """Let this process handle a SIGTERM that it has just received in its own time.
+
+    In a process that is connected to a cluster, Ray's handler of fatal signals (Abseil's) runs
+    before Python's. It sets an alarm that aborts the process three seconds later.
+    """
+    if "ray" in sys.modules:
+        signal.alarm(0)
+
+
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise KeyboardInterrupt within the block, like Ctrl-C, and restore
@@ -74,7 +91,7 @@ def interrupted_by_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if is_nobodys(handler):
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
@@ -108,10 +125,10 @@ def unignored_handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
 
 
 def is_nobodys(handler: Any) -> bool:
-    """Return True if a signal's handler is Python's or Ray's own, not one that the caller has
-    set.
+    """Return True if a signal's handler is Python's, Ray's or `interrupt`, not one that the caller
+    has set.
     """
-    is_default = handler in (signal.SIG_DFL, signal.default_int_handler, None)
+    is_default = handler in (signal.SIG_DFL, signal.default_int_handler, interrupt, None)
     return is_default or str(getattr(handler, "__module__", "")).partition(".")[0] == "ray"
 
 

@@ -19,7 +19,7 @@ from trainload.core.errors import (
     TrainloadError,
     WorkError,
 )
-from trainload.core.processes import unignored_handlers
+from trainload.core.processes import cancel_abort, unignored_handlers
 from trainload.retraining.ticks.tick_times import Schedule
 
 LONGEST_WAIT = 60.0
@@ -73,6 +73,7 @@ class WallClock:
         before = unignored_handlers(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
         def ask(number: int, frame: object) -> None:
+            cancel_abort()
             self._ended.set()
             for each, handler in before.items():
                 signal.signal(each, handler)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, err
 from trainload.core.errors import LostClusterError, RunInterrupted, TrainingError
 from trainload.core.logs import logged_suppress
-from trainload.core.processes import end_with_parent, unignored_handlers
+from trainload.core.processes import end_with_parent, interrupt, unignored_handlers
 from trainload.launching.run.run_directory import RUN_FILE, resume_command
 from trainload.launching.settings.run_settings import RunSettings
 
@@ -45,7 +45,7 @@ def kept_run() -> Path | None:
 
 def stop_with_parent() -> None:
     """Make SIGTERM, and the death of the supervisor, stop the run of this supervised driver."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
     end_with_parent(signal.SIGTERM)
 
 
