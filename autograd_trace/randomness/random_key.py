@@ -5,8 +5,10 @@ memory traffic of its own, needs no generator state, and is the same under every
 device and after every restart.
 
 The mixing function is the 32-bit one with the constants 0x21f0aaad and 0x735a2d97 found by the
-hash-prospector search (xor-shift 16, multiply, xor-shift 15, multiply, xor-shift 15). It is
-computed in int64 with a 32-bit mask: both constants are below 2**31, so no product overflows.
+hash-prospector search (xor-shift 16, multiply, xor-shift 15, multiply, xor-shift 15). For single
+numbers it is computed in int64 with a 32-bit mask: both constants are below 2**31, so no product
+overflows. For tensors it is computed in int32, whose products keep the low 32 bits: half the
+memory, twice the lanes of a vector, and processors without AVX-512 have no 64-bit product at all.
 """
 
 from __future__ import annotations
@@ -33,6 +35,20 @@ def mix(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = (x * 0x735A2D97) & _MASK
     return x ^ (x >> 15)
+
+
+def mix_words(x: Tensor) -> Tensor:
+    """Hash int32 values as `mix` hashes the same bits. Any shape."""
+    x = x ^ ((x >> 16) & 0xFFFF)  # the shift copies the sign
+    x = x * 0x21F0AAAD
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * 0x735A2D97
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def _word(x: Tensor) -> Tensor:
+    """Return the low 32 bits of int64 values as int32."""
+    return x.to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +89,11 @@ class RandomKey:
         return RandomKey(mix((self.key + (count & _MASK) * _GOLDEN) & _MASK), self.row, self.rows)
 
     def bits(self, site: int, shape: Sequence[Size], batch_dim: int | None) -> Tensor:
-        """Return 32 random bits for each element: int64 (*shape), in [0, 2**32).
+        """Return 32 random bits for each element: int64 (*shape), in [0, 2**32). See `words`."""
+        return self.words(site, shape, batch_dim).to(torch.int64) & _MASK
+
+    def words(self, site: int, shape: Sequence[Size], batch_dim: int | None) -> Tensor:
+        """Return 32 random bits for each element: int32 (*shape).
 
         An element's logical index has the row outermost, offset by `row`, then the stack that it is
         in, so that it does not depend on how a global batch was split.
@@ -107,8 +127,8 @@ class RandomKey:
             stride = stride * size
         first = mix((self.key + site * _GOLDEN) & _MASK)
         second = mix((first + _GOLDEN) & _MASK)
-        bits = mix((index & _MASK) ^ first)
-        return mix((bits + second + (index >> 32)) & _MASK).expand(list(shape))
+        words = mix_words(_word(index) ^ _word(first))
+        return mix_words(words + _word(second) + _word(index >> 32)).expand(list(shape))
 
     def uniform(
         self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype
@@ -119,9 +139,8 @@ class RandomKey:
         more).
         """
         digits = _DIGITS.get(dtype, 24)
-        return (
-            (self.bits(site, shape, batch_dim) >> (32 - digits)).to(torch.float32) * 2.0**-digits
-        ).to(dtype)
+        high = (self.words(site, shape, batch_dim) >> (32 - digits)) & ((1 << digits) - 1)
+        return (high.to(torch.float32) * 2.0**-digits).to(dtype)
 
     def normal(
         self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype
@@ -135,4 +154,10 @@ class RandomKey:
 
     def keep(self, site: int, shape: Sequence[Size], batch_dim: int | None, p: float) -> Tensor:
         """Return True with probability 1 - p, exact to 2**-32: bool (*shape)."""
-        return self.bits(site, shape, batch_dim) >= round(p * 2**32)
+        threshold = round(p * 2**32)
+        words = self.words(site, shape, batch_dim)
+        if threshold == 2**32:
+            return torch.zeros_like(words, dtype=torch.bool)
+        # flipping the highest bit makes the order of int32 that of the bits as unsigned numbers
+        kept: Tensor = (words ^ -(2**31)) >= threshold - 2**31
+        return kept

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from trainload.autograd_trace.randomness.random_key import RandomKey, mix
+from trainload.autograd_trace.randomness.random_key import RandomKey, mix, mix_words
 
 SHAPE = (64, 32, 16)
 
@@ -34,6 +36,50 @@ def test_mixing_is_one_to_one() -> None:
 def test_mixing_stays_in_32_bits() -> None:
     mixed = mix(torch.tensor([0, 1, 2**31, 2**32 - 1]))
     assert bool(((mixed >= 0) & (mixed < 2**32)).all())
+
+
+def test_words_are_mixed_as_64_bit_numbers_are() -> None:
+    numbers = torch.cat(
+        [
+            torch.arange(1 << 16),
+            torch.arange(2**32 - (1 << 16), 2**32),
+            torch.arange(0, 2**32, 9973),
+        ]
+    )
+    mixed = mix_words(numbers.to(torch.int32)).to(torch.int64) & 0xFFFFFFFF
+    assert torch.equal(mixed, mix(numbers))
+
+
+def bits_in_64_bit_integers(
+    k: RandomKey, site: int, count: int, first: int, shape: tuple[int, ...]
+) -> Tensor:
+    """Compute `RandomKey.bits` of elements from `first` on with exact integers."""
+    mask = 2**32 - 1
+    index = torch.arange(first, first + count)
+    own = mix((k.key + site * 0x9E3779B9) & mask)
+    other = mix((own + 0x9E3779B9) & mask)
+    return mix((mix((index & mask) ^ own) + other + (index >> 32)) & mask).view(shape)
+
+
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    step=st.integers(0, 2**40),
+    site=st.integers(0, 2**20),
+    row=st.integers(0, 2**40),
+)
+def test_bits_are_those_of_the_documented_function(
+    seed: int, step: int, site: int, row: int
+) -> None:
+    k = key(seed, step, row, rows=4)
+    expected = bits_in_64_bit_integers(k, site, 4 * 6, row * 6, (4, 2, 3))
+    assert torch.equal(k.bits(site, (4, 2, 3), 0), expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0**-33, 0.3, 0.5, 1 - 2.0**-32, 1.0])
+def test_a_value_is_kept_if_its_bits_are_at_least_p(p: float) -> None:
+    k = key()
+    kept = k.keep(3, SHAPE, 0, p)
+    assert torch.equal(kept, k.bits(3, SHAPE, 0) >= round(p * 2**32))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40, -5, 2**63 - 1])
