@@ -63,6 +63,11 @@ class Role(StrEnum):
 TANGENT = "tangent"
 """Name of the node of a step graph at which its backward part begins."""
 
+ADDED = "added"
+"""Key in `node.meta` of a node that a plan has added: slices of buckets, flat gradients,
+collectives.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Port:

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _FOLDER = "compiler-answers"
 _PRECOMPILED = (".gch", ".pch")
 """Endings that GCC and Clang append to the name of a header."""
+_HEADER = "torch/csrc/inductor/cpp_prefix.h"
+"""Header of every kernel for a CPU."""
 _SUPPORTED = "supported"
 _UNUSABLE = "the compiler's answers cannot be remembered"
 
@@ -50,6 +52,33 @@ def remembered_answers() -> Iterator[None]:
         yield
     finally:
         _users.remove()
+
+
+@contextlib.contextmanager
+def asking_ahead(device: torch.device) -> Iterator[None]:
+    """Ask the compiler, in the background, what every graph for this device asks it.
+
+    Otherwise Inductor waits for the answers when it defines the first kernel of a node: for two to
+    four builds of the probe of vector instructions, and for torch's headers to be precompiled. The
+    end of the context waits for the background, whose errors are logged: whatever fails is asked
+    again by the graph that needs it.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    thread = threading.Thread(target=_build_empty_kernel, name="compiler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _build_empty_kernel() -> None:
+    code = f'#include <{_HEADER}>\nextern "C" void kernel(int64_t* x) {{}}\n'
+    message = "the C++ compiler cannot be asked ahead"
+    with remembered_answers(), logged_suppress(_log, message, Exception, level=logging.DEBUG):
+        codecache.CppPythonBindingsCodeCache.load_pybinding(["int64_t*"], code)
 
 
 class _Users:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from trainload.autograd_trace.derivation.compiler_answers import remembered_answ
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
 from trainload.autograd_trace.derivation.named_groups import stand_ins
 from trainload.autograd_trace.derivation.operands import keep_operands_apart
+from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
+from trainload.autograd_trace.outlining.scalars import stack_scalars
 from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.core.errors import raised
 
@@ -38,10 +41,26 @@ class NotCompiled(Exception):
     """Inductor cannot compile a graph. The message is the first line of Inductor's error."""
 
 
-def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Result of compiling a graph.
+
+    Attributes:
+        regions: layers that were compiled once and are called several times.
+        flat_because: the reason why the graph was compiled without regions although it may have
+            repeated layers; None if there is none.
+    """
+
+    regions: tuple[OutlinedRegion, ...] = ()
+    flat_because: str | None = None
+
+
+def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
     """Compile a flat graph with Inductor and save the artifact as one file.
 
-    Every placeholder needs `meta["val"]`. The artifact refers to kernels in Inductor's cache
+    Repeated layers are compiled once (`outline`). If that fails, all of the graph is compiled flat.
+
+    Every node needs `meta["val"]`. The artifact refers to kernels in Inductor's cache
     (`TORCHINDUCTOR_CACHE_DIR`): keep both. It contains native code and pickles: never load one from
     an untrusted source.
 
@@ -54,9 +73,35 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     Raises:
         NotCompiled: Inductor or the C++ compiler fails.
     """
+    prepare_graph(module)
+    try:
+        outlined = outline(module)
+    except NotOutlined as reason:
+        _compile(module, path, groups)
+        return Compiled(flat_because=str(reason))
+    if outlined.regions:
+        try:
+            _compile(outlined.module, path, groups)
+        except NotCompiled as error:
+            _compile(module, path, groups)
+            return Compiled(flat_because=f"Inductor cannot compile its regions: {error}")
+    else:
+        _compile(module, path, groups)
+    return Compiled(outlined.regions)
+
+
+def prepare_graph(module: GraphModule) -> None:
+    """Rewrite a flat graph, in place, for what Inductor does differently from the interpreter. No
+    value changes.
+    """
+    stack_scalars(module.graph)
     hold_back(module)
     forbid_negative_indices(module)
     keep_operands_apart(module)
+
+
+def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+    """Compile a graph, with calls of regions or without, as `compile_graph` says."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:
@@ -183,7 +228,8 @@ _CONTROL_FLOW = (
     "map_impl",
     "associative_scan",
 )
-_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in _CONTROL_FLOW)
+_REGIONS = "invoke_subgraph"
+_CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in (*_CONTROL_FLOW, _REGIONS))
 
 
 def has_cpp_compiler() -> bool:

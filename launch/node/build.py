@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from trainload.autograd_trace.derivation.compiler_answers import asking_ahead
 from trainload.autograd_trace.derivation.inductor import (
+    Compiled,
     NotCompiled,
     compile_graph,
     has_cpp_compiler,
     load_compiled,
 )
 from trainload.autograd_trace.graphs import Port, Role
+from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import StorageError
@@ -117,6 +120,7 @@ def compile_build(
                 new_folder(final) as temporary,
                 own_kernels(cache_dir, temporary),
                 deterministic(),
+                asking_ahead(device),
             ):
                 graphs, work = _make_graphs(
                     package, plan, device, pipeline_index, on_stage, evaluates=evaluates
@@ -142,6 +146,19 @@ def _no_room_told(cache_dir: Path) -> Iterator[None]:
             got=error.strerror or str(error),
             hint="Free some disk space, or set TRAINLOAD_CACHE_DIR to another folder.",
         ) from error
+
+
+def compiled_graphs(folder: Path) -> dict[str, Compiled]:
+    """Return which layers of the graphs of a build were compiled once, by the graph's name in the
+    build. Graphs that could not be compiled are left out.
+    """
+    index = json.loads((folder / _INDEX).read_bytes())
+    return {
+        name: Compiled(
+            tuple(OutlinedRegion(**region) for region in entry["regions"]), entry["flat_because"]
+        )
+        for name, entry in index["compiled"].items()
+    }
 
 
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
@@ -306,6 +323,8 @@ def _compile_into(
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     failed: dict[str, str] = {}
+    compiled: dict[str, Compiled] = {}
+    copied = compiled_graphs(other) if other is not None else {}
     for name, module in _modules(graphs).items():
         began = time.perf_counter()
         file = draft / f"{name}.bin"
@@ -313,9 +332,10 @@ def _compile_into(
             # it does not have the graph, or was just evicted from the cache
             with suppress(FileNotFoundError):
                 shutil.copyfile(other / file.name, file)
+                compiled[name] = copied[name]
         if not file.exists():
             try:
-                compile_graph(module, file, groups)
+                compiled[name] = compile_graph(module, file, groups)
             except NotCompiled as error:  # the graph runs interpreted
                 failed[name] = str(error)
         on_stage(f"compile {name}", time.perf_counter() - began)
@@ -330,6 +350,7 @@ def _compile_into(
         },
         "collectives": as_json(collectives),
         "failed": failed,
+        "compiled": {name: asdict(each) for name, each in compiled.items()},
         "work": work,
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }

@@ -13,7 +13,13 @@ import torch
 from trainload.core.errors import CompileError
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.data.run_data import RunData, open_run_data
-from trainload.launching.node.build import can_compile, compile_build, load_build, uncompiled_build
+from trainload.launching.node.build import (
+    can_compile,
+    compile_build,
+    compiled_graphs,
+    load_build,
+    uncompiled_build,
+)
 from trainload.launching.node.build_key import device_of, threads_of
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
@@ -62,7 +68,7 @@ def prepare_node(
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            compile_build(
+            folder = compile_build(
                 package,
                 spec.plan,
                 device_of(spec.plan),
@@ -71,8 +77,20 @@ def prepare_node(
                 index,
                 evaluates=spec.evaluates,
             )
+            if not quiet:
+                _report_layers(contact, folder)
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def _report_layers(contact: Contact, folder: Path) -> None:
+    """Write to the journal which layers of a build's graphs were compiled once, or why none."""
+    for name, compiled in compiled_graphs(folder).items():
+        layers = [{"operators": each.nodes, "calls": each.calls} for each in compiled.regions]
+        if layers:
+            contact.write("layers", graph=name, layers=layers)
+        elif compiled.flat_because is not None:
+            contact.write("layers", graph=name, layers=[], flat_because=compiled.flat_because)
 
 
 def open_data(spec: RunSpec, package: Package) -> tuple[RunData, RunData | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
+from trainload.autograd_trace.graphs import ADDED, TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import (
@@ -585,7 +585,9 @@ class _Rewriter:
         )
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        return append(self._graph, self._mode, target, *args, **kwargs)
+        node = append(self._graph, self._mode, target, *args, **kwargs)
+        node.meta[ADDED] = True
+        return node
 
 
 def _nodes_in(value: Any) -> list[Node]:

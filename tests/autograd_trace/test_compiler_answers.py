@@ -12,7 +12,7 @@ import torch
 from torch._inductor import codecache, cpu_vec_isa
 
 from trainload.autograd_trace.derivation import compiler_answers
-from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
+from trainload.autograd_trace.derivation.compiler_answers import asking_ahead, remembered_answers
 
 
 @pytest.fixture
@@ -148,6 +148,27 @@ def test_threads_can_be_within_the_context_in_any_order(asked: list[str]) -> Non
     assert [cpu_vec_isa.VecAVX2().check_build("code"), asked] == [True, ["code"]]
     second.__exit__(None, None, None)
     assert (cpu_vec_isa.VecISA.check_build, codecache._precompile_header) == before
+
+
+@pytest.mark.parametrize(("device", "headers"), [("cpu", 1), ("cuda", 0)])
+def test_the_compiler_is_asked_before_the_first_kernel(
+    device: str, headers: int, asked: list[str]
+) -> None:
+    with asking_ahead(torch.device(device)):
+        pass
+    assert asked.count("torch/csrc/inductor/cpp_prefix.h") == headers
+
+
+def test_a_background_that_fails_is_left_to_the_graph_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_pybinding", fail)
+    with asking_ahead(torch.device("cpu")):
+        asked = True
+    assert asked
 
 
 def test_outside_of_the_context_torch_is_as_it_was(asked: list[str]) -> None:

@@ -364,4 +364,28 @@ TRAINING: tuple[Mutation, ...] = (
         " 1)\n",
         "../launch/settings/test_adapter_packages.py::test_its_bytes_follow_from_the_package_and_the_seed",
     ),
+    Mutation(
+        2,
+        "a layer's call reads an operand of the first layer",
+        "autograd_trace/outlining/outline.py",
+        "            (self._packed if is_packed else self._copied)[operand[occurrence]]\n",
+        "            (self._packed if is_packed else self._copied)[operand[0]]\n",
+        "../autograd_trace/outlining/test_outline.py::test_results_are_bitwise_equal",
+    ),
+    Mutation(
+        2,
+        "a layer's random operator has the site of another",
+        "autograd_trace/outlining/scalars.py",
+        "        index = self._constants.index(constant)\n",
+        "        index = 0\n",
+        "../autograd_trace/outlining/test_scalars.py::test_results_are_bitwise_equal",
+    ),
+    Mutation(
+        2,
+        "layers that differ in a number are one region",
+        "autograd_trace/outlining/signatures.py",
+        "        numbers.append(arguments)\n",
+        "        pass\n",
+        "../autograd_trace/outlining/test_outline.py::test_layers_with_different_numbers_stay_apart",
+    ),
 )

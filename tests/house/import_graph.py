@@ -34,6 +34,7 @@ LAYERS = [
     "autograd_trace",
     "autograd_trace.randomness",
     "autograd_trace.recompute",
+    "autograd_trace.outlining",
     "autograd_trace.optimizer",
     "autograd_trace.derivation",
     "packaging.format",

