@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import trainload
 
-LAYERS = 4
+LAYERS = 6
 ROWS, TIME, WIDTH, CLASSES, VOCABULARY = 8, 16, 32, 10, 64
 
 

@@ -33,7 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3": {"devices": 2, "strategy": "zero3", "bucket_bytes": 60_000},
     "tensor 2": {"devices": 2, "tensor_ranks": 2},
     "pipeline 2": {"devices": 2, "pipeline_ranks": 2},
-    "accumulate 4": {"accumulate": 2},
+    "accumulate 4": {"accumulate": 4},
     "full recompute": {"recompute": "full"},
 }
 SYMBOL = 4
@@ -66,7 +66,7 @@ def example_inputs(module: GraphModule) -> list[Any]:
         elif fake.dtype is torch.bool:
             values.append(torch.ones(shape, dtype=torch.bool))
         else:
-            values.append(torch.randint(0, 8, shape, generator=generator).to(fake.dtype))
+            values.append(torch.randint(0, 2, shape, generator=generator).to(fake.dtype))
     return values
 
 

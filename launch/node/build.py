@@ -324,15 +324,15 @@ def _compile_into(
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     failed: dict[str, str] = {}
     compiled: dict[str, Compiled] = {}
-    copied = compiled_graphs(other) if other is not None else {}
     for name, module in _modules(graphs).items():
         began = time.perf_counter()
         file = draft / f"{name}.bin"
         if other is not None:
             # it does not have the graph, or was just evicted from the cache
             with suppress(FileNotFoundError):
+                before = compiled_graphs(other)
                 shutil.copyfile(other / file.name, file)
-                compiled[name] = copied[name]
+                compiled[name] = before[name]
         if not file.exists():
             try:
                 compiled[name] = compile_graph(module, file, groups)

@@ -13,7 +13,7 @@ import torch
 from tests.launch.tiny import write_rows
 
 import trainload
-from trainload.autograd_trace.derivation.inductor import compile_graph
+from trainload.autograd_trace.derivation.inductor import Compiled, compile_graph
 from trainload.launching.node import build
 from trainload.launching.node.build import compile_build, is_compiled, uncompiled_build
 from trainload.launching.node.cache import SIZE_VARIABLE, in_use, leave, make_room
@@ -54,9 +54,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the graphs that are compiled from now on."""
     names: list[str] = []
 
-    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
         names.append(path.stem)
-        compile_graph(module, path, groups)
+        return compile_graph(module, path, groups)
 
     monkeypatch.setattr(build, "compile_graph", noted)
     return names

@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 import trainload
 from trainload import Job
 from trainload.autograd_trace.derivation.aot import derive
-from trainload.autograd_trace.derivation.inductor import NotCompiled, compile_graph
+from trainload.autograd_trace.derivation.inductor import Compiled, NotCompiled, compile_graph
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CompileError
 from trainload.launching.checkpoints.reader import Checkpoint
@@ -325,10 +325,10 @@ def test_a_graph_that_cannot_be_compiled_runs_interpreted(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def failing(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+    def failing(module: GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
         if path.stem == "train.only":
             raise NotCompiled("InductorError: it cannot be lowered")
-        compile_graph(module, path, groups)
+        return compile_graph(module, path, groups)
 
     monkeypatch.setattr("trainload.launching.node.build.compile_graph", failing)
     assert launched(small, small_data, tmp_path / "run") == faulty.losses
