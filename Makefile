@@ -19,7 +19,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published checkpoints reshard simulate remat retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -134,6 +134,10 @@ parity: env
 
 remat: env
 	$(BIN)/python benchmarks/remat.py
+
+layers: env
+	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/compile_depth.py
 
 memory: env
 	$(BIN)/python benchmarks/memory.py

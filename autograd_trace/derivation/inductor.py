@@ -116,13 +116,15 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
         if all(value.device.type == "cpu" for value in inputs)
         else contextlib.nullcontext()
     )
+    has_regions = any(node.target is CALL for node in module.graph.nodes)
+    shapes = _shapes_of_first_call() if has_regions else contextlib.nullcontext()
     try:
         with (
             torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
             stand_ins(groups),
             remembered_answers(),
             _in_order(),
-            _shapes_of_first_call(),
+            shapes,
             whole,
         ):
             artifact = torch._inductor.standalone_compile(
