@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from trainload.autograd_trace.outlining.scalars import stack_scalars
 from trainload.autograd_trace.outlining.signatures import describe
 from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.core.errors import raised
+
+_log = logging.getLogger(__name__)
 
 
 class NotCompiled(Exception):
@@ -79,18 +82,20 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     prepare_graph(module)
     try:
         outlined = outline(module)
-    except NotOutlined as reason:
-        _compile(module, path, groups)
-        return Compiled(flat_because=str(reason))
-    if outlined.regions:
-        try:
+        if outlined.regions:
             _compile(outlined.module, path, groups)
-        except NotCompiled as error:
-            _compile(module, path, groups)
-            return Compiled(flat_because=f"Inductor cannot compile its regions: {error}")
-    else:
-        _compile(module, path, groups)
-    return Compiled(outlined.regions)
+            return Compiled(outlined.regions)
+        because = None
+    except NotOutlined as reason:
+        because = str(reason)
+    except NotCompiled as error:
+        because = f"Inductor cannot compile its regions: {error}"
+    except (AssertionError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        # a mistake of ours, which must not keep anyone from training
+        _log.warning("a graph's layers could not be outlined", exc_info=True)
+        because = f"outlining failed: {raised(error)}"
+    _compile(module, path, groups)
+    return Compiled(flat_because=because)
 
 
 def prepare_graph(module: GraphModule) -> None:

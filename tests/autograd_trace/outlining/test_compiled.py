@@ -1,0 +1,73 @@
+"""Graphs are compiled with regions, or flat with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tests.autograd_trace.outlining.layered import graph_of
+from torch.fx import GraphModule, Node
+
+from trainload.autograd_trace.derivation import inductor
+from trainload.autograd_trace.derivation.inductor import NotCompiled, compile_graph
+from trainload.autograd_trace.outlining.equality import CALL
+
+LAYERS = 3
+
+
+def calls_in(module: GraphModule) -> list[Node]:
+    return module.graph.find_nodes(op="call_function", target=CALL)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """Graphs that were given to Inductor, in place of being compiled."""
+    modules: list[GraphModule] = []
+
+    def note(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+        modules.append(module)
+
+    monkeypatch.setattr(inductor, "_compile", note)
+    return modules
+
+
+def test_a_graph_with_layers_is_compiled_with_calls(compiled: list[GraphModule]) -> None:
+    result = compile_graph(graph_of(LAYERS), Path("graph.bin"), {})
+    assert [region.calls for region in result.regions] == [LAYERS, LAYERS]
+    assert result.flat_because is None
+    (module,) = compiled
+    assert len(calls_in(module)) == 2 * LAYERS
+
+
+def test_a_graph_without_layers_is_compiled_as_it_is(compiled: list[GraphModule]) -> None:
+    result = compile_graph(graph_of(1, trains=False), Path("graph.bin"), {})
+    assert (result.regions, result.flat_because) == ((), None)
+    assert not calls_in(compiled[0])
+
+
+def test_regions_that_cannot_be_compiled_leave_the_graph_flat(
+    compiled: list[GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
+        if calls_in(module):
+            raise NotCompiled("no lowering")
+        compiled.append(module)
+
+    monkeypatch.setattr(inductor, "_compile", refuse)
+    result = compile_graph(graph_of(LAYERS), Path("graph.bin"), {})
+    assert result.regions == ()
+    assert result.flat_because == "Inductor cannot compile its regions: no lowering"
+    assert len(compiled) == 1
+
+
+def test_a_mistake_of_the_outlining_leaves_the_graph_flat(
+    compiled: list[GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(module: GraphModule) -> None:
+        raise AssertionError("a cycle")
+
+    monkeypatch.setattr(inductor, "outline", broken)
+    result = compile_graph(graph_of(LAYERS), Path("graph.bin"), {})
+    assert result.flat_because is not None and "a cycle" in result.flat_because
+    assert not calls_in(compiled[0])
