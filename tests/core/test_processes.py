@@ -71,6 +71,20 @@ def test_a_handler_that_the_caller_has_set_stays(tmp_path: Path) -> None:
     assert heard == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
+def test_an_interrupt_that_python_ignores_is_repeated() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def work() -> None:
+        with interrupted_by_signals():
+            Finalized()
+            threading.Event().wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+
+
 def test_a_process_with_ray_is_not_aborted_after_sigterm() -> None:
     program = """
 import signal

@@ -14,6 +14,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_REPEAT_SECONDS = 0.1
 
 
 def name_process(name: str) -> None:
@@ -93,10 +94,39 @@ def interrupted_by_signals() -> Iterator[None]:
         if is_nobodys(handler):
             signal.signal(number, interrupt)
     try:
-        yield
+        with _lost_interrupts_repeated():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _lost_interrupts_repeated() -> Iterator[None]:
+    """Interrupt the main thread again if a KeyboardInterrupt was raised where Python ignores it.
+
+    That is in callbacks of weak references and in finalizers. Imports have such callbacks, which
+    even leave a lock of the import system locked, on which other threads then wait forever.
+    """
+    before, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def repeat(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            before(unraisable)
+            return
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        number = signal.SIGINT if usual else signal.SIGTERM
+        timers.append(threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), number)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in timers:
+            timer.cancel()
 
 
 @contextmanager
