@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 import trainload
 from trainload.autograd_trace.derivation.inductor import prepare_graph
 from trainload.autograd_trace.outlining.outline import NotOutlined, Outlined, outline
+from trainload.capture.operators import is_collective
 from trainload.core.errors import PlanError
 from trainload.launching.node.build import uncompiled_graphs
 
@@ -49,9 +50,7 @@ def plan_of(package: trainload.Package, name: str) -> trainload.Plan:
 
 def is_comparable(module: GraphModule) -> bool:
     """Return True if a graph can be run in one process."""
-    return not any(
-        getattr(node.target, "namespace", "") == "_c10d_functional" for node in module.graph.nodes
-    )
+    return not any(map(is_collective, module.graph.nodes))
 
 
 def example_inputs(module: GraphModule) -> list[Any]:

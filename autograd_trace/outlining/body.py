@@ -33,7 +33,7 @@ class Body:
     views: tuple[int, ...]
 
 
-def make_body(region: Region, masks: Set[Node] = frozenset()) -> Body:
+def make_body(region: Region, masks: Set[Node]) -> Body:
     """Return the body of a region.
 
     Args:

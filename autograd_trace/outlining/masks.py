@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from trainload.autograd_trace.graph_calls import append
+
 aten = torch.ops.aten
 PACKED = (torch.bool, torch.int32, torch.uint8)
 """Conversions of a mask into bytes. Directly from bool they are slow too."""
@@ -26,27 +28,20 @@ def is_mask(node: Node) -> bool:
 
 def pack(graph: Graph, mask: Node) -> Node:
     """Append the conversion of a bool tensor to uint8 of the same shape."""
-    node = mask
+    node, mode = mask, mask.meta["val"].fake_mode
     for dtype in PACKED[1:]:
-        node = _append(graph, aten._to_copy.default, node, dtype=dtype)
+        node = append(graph, mode, aten._to_copy.default, node, dtype=dtype)
     return node
 
 
 def unpack(graph: Graph, packed: Node) -> Node:
     """Append the conversion of a packed mask to bool."""
-    number = _append(graph, aten._to_copy.default, packed, dtype=torch.int32)
-    return _append(graph, aten.ne.Scalar, number, 0)
+    mode: Any = packed.meta["val"].fake_mode
+    number = append(graph, mode, aten._to_copy.default, packed, dtype=torch.int32)
+    return append(graph, mode, aten.ne.Scalar, number, 0)
 
 
 def packed_value(value: Tensor) -> Tensor:
     """Return the fake value of a packed mask."""
     with value.fake_mode:  # type: ignore[attr-defined]  # a FakeTensor: its class has no public name
         return value.to(torch.uint8)
-
-
-def _append(graph: Graph, target: Any, source: Node, *args: Any, **kwargs: Any) -> Node:
-    node = graph.call_function(target, (source, *args), kwargs)
-    value = source.meta["val"]
-    with value.fake_mode:
-        node.meta["val"] = target(value, *args, **kwargs)
-    return node

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.outlining.signatures import operands_of
 
 aten = torch.ops.aten
@@ -97,6 +98,7 @@ class _Stacker:
         self._member: dict[Node, tuple[int, int]] = {}  # node -> number of its family, constant
         self._last: Node | None = None  # the node that was inserted last
         self._add(root)
+        self._mode: Any = next(iter(self._member)).meta["val"].fake_mode
 
     def run(self) -> int:
         """Return the number of nodes that were replaced."""
@@ -178,11 +180,8 @@ class _Stacker:
     def _insert(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Node:
         last = self._last
         assert last is not None, "the root is inserted after its source"
-        values = torch.fx.map_arg(args, lambda operand: operand.meta["val"])
-        mode: Any = next(iter(self._member)).meta["val"].fake_mode
-        with self._graph.inserting_after(last), mode:
-            node = self._graph.call_function(target, args, kwargs)
-            node.meta["val"] = target(*values, **kwargs)
+        with self._graph.inserting_after(last):
+            node = append(self._graph, self._mode, target, *args, **kwargs)
         self._place[node] = self._place[last]
         self._last = node
         return node
@@ -193,8 +192,7 @@ class _Stacker:
         if all(user in members for node in nodes for user in node.users):
             return
         index = self._constants.index(constant)
-        with self._graph.inserting_after(vector), vector.meta["val"].fake_mode:
-            element = self._graph.call_function(aten.select.int, (vector, 0, index))
-            element.meta["val"] = aten.select.int(vector.meta["val"], 0, index)
+        with self._graph.inserting_after(vector):
+            element = append(self._graph, self._mode, aten.select.int, vector, 0, index)
         for node in nodes:
             node.replace_all_uses_with(element, delete_user_cb=lambda user: user not in members)

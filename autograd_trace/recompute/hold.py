@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import TANGENT
 from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES, REPEATED
 from trainload.capture.operators import is_collective, is_overload
@@ -145,21 +146,14 @@ def _main_operand(sources: list[Node]) -> Node:
 
 def _insert_guard(graph: Graph, gradient: Node, before: Node) -> Node:
     """Insert a 0-dim bool that is available no earlier than a gradient."""
+    mode: Any = gradient.meta["val"].fake_mode
     with graph.inserting_before(before):
         while gradient.meta["val"].ndim:
-            gradient = _add_call(graph, aten.select.int, gradient, 0, 0)
-        return _add_call(graph, aten.isnan.default, gradient)
+            gradient = append(graph, mode, aten.select.int, gradient, 0, 0)
+        return append(graph, mode, aten.isnan.default, gradient)
 
 
 def _delay(graph: Graph, source: Node, guard: Node, before: Node) -> Node:
     with graph.inserting_before(before):
-        return _add_call(graph, aten.where.self, guard, source, source)
-
-
-def _add_call(graph: Graph, target: Any, *args: Any) -> Node:
-    node = graph.call_function(target, args)
-    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-    first = next(v for v in values if isinstance(v, Tensor))
-    with first.fake_mode:  # type: ignore[attr-defined]  # a FakeTensor: its class has no public name
-        node.meta["val"] = target(*values)
-    return node
+        mode: Any = source.meta["val"].fake_mode
+        return append(graph, mode, aten.where.self, guard, source, source)

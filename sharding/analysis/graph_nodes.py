@@ -1,16 +1,14 @@
-"""Helpers for rewriting flat graphs: their inputs and results, the sources of a value, and
-appending nodes with fake values.
-"""
+"""Helpers for rewriting flat graphs: their inputs and results, and the sources of a value."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from trainload.capture.operators import bodies_of
 
@@ -89,15 +87,6 @@ def _sources(node: Node, owner: GraphModule | None) -> Iterable[Node]:
             if inner in needed
         ]
     return [each for each in sources if isinstance(each, Node)]
-
-
-def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Append a call with its fake value."""
-    node = graph.call_function(target, args, kwargs)
-    values = torch.fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
-    with mode:
-        node.meta["val"] = target(*values[0], **values[1])
-    return node
 
 
 def arguments(node: Node) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, GraphModule, Node
 
+from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, append, ends, mode_of
+from trainload.sharding.analysis.graph_nodes import LazyGraphModule, ends, mode_of
 from trainload.sharding.analysis.node_costs import number
 from trainload.sharding.pipeline.cut import stages_of
 from trainload.sharding.pipeline.items import Homes, Item, Items, is_sendable

@@ -12,10 +12,10 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, Node
 
+from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.sharding.analysis.graph_nodes import (
     LazyGraphModule,
-    append,
     arguments,
     ends,
     mode_of,

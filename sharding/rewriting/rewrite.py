@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import ADDED, TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import (
     LazyGraphModule,
-    append,
     computed_from,
     ends,
     mode_of,

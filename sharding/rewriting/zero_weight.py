@@ -14,10 +14,10 @@ from typing import Any
 from torch import ops
 from torch.fx import Node
 
+from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.sharding.analysis.graph_nodes import (
     LazyGraphModule,
-    append,
     computed_from,
     ends,
     mode_of,

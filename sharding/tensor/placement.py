@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from trainload.sharding.analysis.graph_nodes import append
+from trainload.autograd_trace.graph_calls import append
 from trainload.sharding.tensor.factors import Dims, Factor, Factors, Size
 
 aten = torch.ops.aten
