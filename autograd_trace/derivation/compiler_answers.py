@@ -5,7 +5,8 @@ CPU support, for which it loads small libraries in new interpreters, and whether
 those that were precompiled, for which it preprocesses them. That takes seconds.
 
 Tested with torch 2.13.0. Private names used: `torch._inductor.codecache`,
-`torch._inductor.cpu_vec_isa`, `torch._inductor.runtime.cache_dir_utils`.
+`torch._inductor.config`, `torch._inductor.cpu_vec_isa`,
+`torch._inductor.runtime.cache_dir_utils`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import codecache, cpu_vec_isa
+from torch._inductor import codecache, config, cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from trainload.core.atomic import replace_file
@@ -112,8 +113,18 @@ _users = _Users()
 def _replace_questions() -> Callable[[], None]:
     """Replace torch's functions that ask the compiler. Returns a function that restores them."""
     probing, precompiling = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
+    widest: list[cpu_vec_isa.VecISA] = []
 
     def check_build(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
+        builds_headers = code == cpu_vec_isa.VecISA._avx_code
+        if builds_headers and widest and _takes_widest():
+            return True  # nobody will ask for these instructions; building the headers takes 3 s
+        is_supported = ask(instructions, code)
+        if builds_headers and is_supported:
+            widest.append(instructions)
+        return is_supported
+
+    def ask(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
         question = (code, instructions.build_arch_flags())
         if _recall(*question) is not None:
             return True
@@ -136,6 +147,11 @@ def _replace_questions() -> Callable[[], None]:
     cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
     codecache._precompile_header = precompile_header  # type: ignore[assignment]
     return restore
+
+
+def _takes_widest() -> bool:
+    """Return True if Inductor takes the first, widest vector instructions that are supported."""
+    return config.cpp.simdlen is None and not os.environ.get("ATEN_CPU_CAPABILITY")
 
 
 def _is_precompiled(header: str) -> bool:

@@ -2,7 +2,7 @@
 
 Tested with torch 2.13.0. Private names used: `torch._inductor.standalone_compile`,
 `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
-`torch._inductor.scheduler`, `torch._higher_order_ops.utils`, `torch.utils._pytree`,
+`torch._inductor.scheduler`, `torch.utils._pytree`,
 `Graph._codegen`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,18 @@ from torch.utils._pytree import tree_structure
 
 from trainload.autograd_trace.derivation.aot import whole_triton_operators
 from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
+from trainload.autograd_trace.derivation.faster_inductor import (
+    dtype_rules_made_once,
+    kernels_started_early,
+    operations_recorded_once,
+    shapes_of_first_call,
+)
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
 from trainload.autograd_trace.derivation.named_groups import stand_ins
 from trainload.autograd_trace.derivation.operands import keep_operands_apart
 from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
-from trainload.autograd_trace.outlining.signatures import describe
 from trainload.autograd_trace.recompute.hold import hold_back
 from trainload.core.errors import raised
 
@@ -116,22 +121,21 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
         node.meta["example_value"] = node.meta["val"]
     module = GraphModule(module, module.graph)  # torch's own class, which Inductor's cache accepts
     marked = dict.fromkeys(_CACHEABLE, True)
-    whole = (
-        whole_triton_operators()
-        if all(value.device.type == "cpu" for value in inputs)
-        else contextlib.nullcontext()
-    )
-    has_regions = any(node.target is CALL for node in module.graph.nodes)
-    shapes = _shapes_of_first_call() if has_regions else contextlib.nullcontext()
     try:
-        with (
-            torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked),
-            stand_ins(groups),
-            remembered_answers(),
-            _in_order(),
-            shapes,
-            whole,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                torch._inductor.config.patch(unsafe_marked_cacheable_functions=marked)
+            )
+            stack.enter_context(stand_ins(groups))
+            stack.enter_context(remembered_answers())
+            stack.enter_context(_in_order())
+            stack.enter_context(dtype_rules_made_once())
+            if all(value.device.type == "cpu" for value in inputs):
+                stack.enter_context(whole_triton_operators())
+                stack.enter_context(operations_recorded_once())
+                stack.enter_context(kernels_started_early())
+            if any(node.target is CALL for node in module.graph.nodes):
+                stack.enter_context(shapes_of_first_call())
             artifact = torch._inductor.standalone_compile(
                 module, inputs, dynamic_shapes="from_graph", options={}, aot=True
             )
@@ -165,40 +169,6 @@ def _in_order() -> Iterator[None]:
         yield
     finally:
         SchedulerNode.recompute_size_and_body = computing  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _shapes_of_first_call() -> Iterator[None]:
-    """Compute the fake results of a region at its first call, and repeat them at later ones.
-
-    AOT autograd and Inductor otherwise run the region's operators on fake tensors for each call, a
-    quarter of the time at 24 layers. Results of a region share no memory with its operands, so new
-    tensors of the same shapes and strides stand for them.
-    """
-    from torch._higher_order_ops.utils import registered_hop_fake_fns
-
-    functions: dict[Any, Any] = registered_hop_fake_fns
-    computing = functions[CALL]
-    known: dict[Hashable, list[Tensor]] = {}
-
-    def fake_results(body: Any, identifier: str, *operands: Any) -> tuple[Tensor, ...]:
-        tensors = [value for value in operands if isinstance(value, Tensor)]
-        modes = {getattr(value, "fake_mode", None) for value in tensors}
-        key = (identifier, *map(id, modes), describe(operands))
-        results = known.get(key)
-        if results is None or None in modes:
-            results = list(computing(body, identifier, *operands))
-            known[key] = results
-        return tuple(
-            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
-            for each in results
-        )
-
-    functions[CALL] = fake_results
-    try:
-        yield
-    finally:
-        functions[CALL] = computing
 
 
 def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:

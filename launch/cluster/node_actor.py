@@ -77,16 +77,19 @@ class NodeActor:
         self._options = fork_server
         self._server = fork_server.connect()
         self._ranks: list[_Rank] = []
+        self._preparer: _Rank | None = None
         self._idle: dict[int, _Rank] = {}
         self._relay: Relay | None = None
         self._prepared: tuple[str, tuple[int, ...]] | None = None
         self._lock = threading.Lock()
 
     def prepare(self, args: AttemptArgs, quiet: bool) -> dict[int, RankFailure]:
-        """Start the ranks of an attempt, the first of which prepares the node.
+        """Start the ranks of an attempt, and prepare the node in a process of its own.
+
+        That process ends with its task, since the compiler's memory would stay with a rank.
 
         Returns:
-            Rank -> its failure.
+            Rank -> its failure. Failures of preparing are those of the node's first rank.
         """
         self.release(keep=True)
         relay = Relay(args.mailbox, args.attempt, self._node)
@@ -96,12 +99,14 @@ class NodeActor:
             self._ranks = [
                 self._process(index).serve(number, relay) for index, number in enumerate(numbers)
             ]
-            ranks = list(self._ranks)
         work = (_comparable(args.spec), numbers)
         if self._prepared == work:
             return {}
-        ranks[0].send(Prepare(args.spec, numbers, quiet))
-        failures = _wait_for(ranks[:1])
+        with self._lock:
+            preparer = self._preparer = self._fork(0, "prepare").serve(numbers[0], relay)
+        preparer.send(Prepare(args.spec, numbers, quiet))
+        failures = _wait_for([preparer])
+        self._end_preparer()
         self._prepared = None if failures else work
         relay.flush()
         return failures
@@ -133,7 +138,8 @@ class NodeActor:
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks, also those that are stopped."""
-        for rank in self._ranks:
+        at_work = [*self._ranks, self._preparer] if self._preparer is not None else self._ranks
+        for rank in at_work:
             if rank.number in ranks:
                 rank.kill()
 
@@ -143,6 +149,7 @@ class NodeActor:
         Args:
             keep: keep ranks that have raised an error as well.
         """
+        self._end_preparer()
         with self._lock:
             ranks, self._ranks = self._ranks, []
             relay, self._relay = self._relay, None
@@ -165,6 +172,7 @@ class NodeActor:
 
     def end(self) -> None:
         """Kill all ranks."""
+        self._end_preparer()
         with self._lock:
             ranks, self._ranks = [*self._ranks, *self._idle.values()], []
             relay, self._relay = self._relay, None
@@ -176,22 +184,31 @@ class NodeActor:
         if relay is not None:
             relay.close()
 
+    def _end_preparer(self) -> None:
+        """Kill the process that prepares the node, if there is one."""
+        with self._lock:
+            preparer, self._preparer = self._preparer, None
+        if preparer is not None:
+            preparer.kill()
+
     def _process(self, index: int) -> _Rank:
         """Return the process with a device of this node: the one that was kept, or a new one."""
         kept = self._idle.pop(index, None)
-        if kept is not None and not kept.has_ended:
-            return kept
+        return kept if kept is not None and not kept.has_ended else self._fork(index, "rank")
+
+    def _fork(self, index: int, name: str) -> _Rank:
+        """Return a new process of this name with a device of this node."""
         if not self._devices:
             device, environment = "CPU", {}
         else:
             device = f"GPU {self._devices[index]}"
             environment = {"CUDA_VISIBLE_DEVICES": self._devices[index]}
         try:
-            return _Rank(self._server.fork("rank", environment), device)
+            return _Rank(self._server.fork(name, environment), device)
         except TrainingError:  # the server has been killed
             self._server.close()
             self._server = self._options.connect()
-            return _Rank(self._server.fork("rank", environment), device)
+            return _Rank(self._server.fork(name, environment), device)
 
 
 class _Rank:

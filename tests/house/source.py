@@ -16,6 +16,7 @@ PRIVATE_TORCH = frozenset(
     {
         "autograd_trace/derivation/aot.py",
         "autograd_trace/derivation/compiler_answers.py",
+        "autograd_trace/derivation/faster_inductor.py",
         "autograd_trace/derivation/inductor.py",
         "autograd_trace/derivation/named_groups.py",
         "autograd_trace/derivation/wait_time.py",
