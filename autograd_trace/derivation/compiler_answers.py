@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from trainload.core.atomic import replace_file
 from trainload.core.logs import logged_suppress
+from trainload.core.processes import end_with_parent
 
 _log = logging.getLogger(__name__)
 
@@ -56,23 +59,37 @@ def remembered_answers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def asking_ahead(device: torch.device) -> Iterator[None]:
+def asking_ahead(device: torch.device, *, forks: bool = False) -> Iterator[None]:
     """Ask the compiler, in the background, what every graph for this device asks it.
 
     Otherwise Inductor waits for the answers when it defines the first kernel of a node: for two to
     four builds of the probe of vector instructions, and for torch's headers to be precompiled. The
     end of the context waits for the background, whose errors are logged: whatever fails is asked
     again by the graph that needs it.
+
+    Args:
+        device: device of the graphs.
+        forks: ask in a forked process rather than in a thread, for a caller that forks itself. Its
+            other threads hold no locks.
     """
     if device.type != "cpu":
         yield
         return
-    thread = threading.Thread(target=_build_empty_kernel, name="compiler", daemon=True)
-    thread.start()
+    background: threading.Thread | ForkProcess = (
+        multiprocessing.get_context("fork").Process(target=_build_empty_kernel_in_child)
+        if forks
+        else threading.Thread(target=_build_empty_kernel, name="compiler", daemon=True)
+    )
+    background.start()
     try:
         yield
     finally:
-        thread.join()
+        background.join()
+
+
+def _build_empty_kernel_in_child() -> None:
+    end_with_parent()
+    _build_empty_kernel()
 
 
 def _build_empty_kernel() -> None:

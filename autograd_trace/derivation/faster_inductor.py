@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
+from torch.fx import Graph, Node
 
 from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.signatures import describe
@@ -27,6 +27,19 @@ _COMPILER_NICENESS = 5
 """Inductor defines the next kernels while the first ones are compiled, and should not wait."""
 _KERNEL = "async_compile.cpp_pybinding("
 """Beginning of the definition of a kernel for a CPU, whose arguments are literals."""
+_LONG = 200
+"""Number of operations of a loop body above which duplicates are removed."""
+_REPEATABLE = frozenset(
+    {
+        *("add", "and_", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or"),
+        *("bitwise_right_shift", "bitwise_xor", "constant", "eq", "floordiv", "ge", "get_index"),
+        *("gt", "index_expr", "le", "load", "logical_and", "logical_not", "logical_or", "lt"),
+        *("mod", "mul", "ne", "neg", "or_", "remainder", "sub", "to_dtype", "truediv", "where"),
+        "xor",
+    }
+)
+"""Operations of a loop body whose results depend on their arguments alone."""
+_STORES = frozenset({"store", "store_reduction"})
 
 
 @contextlib.contextmanager
@@ -81,73 +94,58 @@ def dtype_rules_made_once() -> Iterator[None]:
     """
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler as Rules
 
-    Rules()
+    making: Any = Rules.__init__
+    is_made = False
 
-    def keep(_: Rules) -> None:
-        """Keep the table."""
+    def make_once(rules: Rules) -> None:
+        nonlocal is_made
+        if not is_made:
+            making(rules)
+            is_made = True
 
-    with _replaced(Rules, __init__=keep):
+    with _replaced(Rules, __init__=make_once):
         yield
 
 
 @contextlib.contextmanager
-def operations_recorded_once() -> Iterator[None]:
-    """Record each operation of a loop's body once.
+def duplicates_removed() -> Iterator[None]:
+    """Remove the duplicates among the operations of a long loop body.
 
-    A value with several users is computed again for each of them until Inductor has decided to
+    Inductor computes a value with several users again for each of them until it has decided to
     store it, so a chain of `x ^ (x >> 16)` doubles with each link, in the body and in all that
-    Inductor does with it. The generated code has each operation once in any case.
+    Inductor does with it. The generated code has each operation once in any case. Inductor decides
+    how to vectorise a loop by the number of its operations, so short bodies are left as they are.
     """
-    from torch._inductor.loop_body import CaptureIndexing
+    from torch._inductor.loop_body import LoopBodyBlock
 
-    recording: Any = CaptureIndexing._default
-    loading: Any = CaptureIndexing.load
-    storing: Any = CaptureIndexing.store
-
-    def known(capture: CaptureIndexing) -> dict[Hashable, Any]:
-        """Return the values of the body: operation and arguments -> proxy."""
-        values: dict[Hashable, Any] = capture.__dict__.setdefault("trainload_values", {})
-        return values
+    recording: Any = LoopBodyBlock.__init__
 
     @functools.wraps(recording)
-    def record(
-        capture: CaptureIndexing, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        try:
-            key = (
-                name,
-                tuple(map(_identity, args)),
-                tuple((k, _identity(v)) for k, v in kwargs.items()),
-            )
-            value = known(capture).get(key)
-        except TypeError:
-            return recording(capture, name, args, kwargs)
-        if value is None:
-            value = recording(capture, name, args, kwargs)
-            known(capture)[key] = value
-        return value
+    def record(block: LoopBodyBlock, *arguments: Any) -> None:
+        recording(block, *arguments)
+        if len(block.graph.nodes) > _LONG:
+            _remove_duplicates(block.graph)
 
-    @functools.wraps(loading)
-    def load(capture: CaptureIndexing, name: str, index: Any) -> Any:
-        key = ("load", name, index)
-        value = known(capture).get(key)
-        if value is None:
-            value = known(capture)[key] = loading(capture, name, index)
-        return value
-
-    @functools.wraps(storing)
-    def store(capture: CaptureIndexing, *args: Any, **kwargs: Any) -> Any:
-        known(capture).clear()  # it may write to a buffer that was loaded
-        return storing(capture, *args, **kwargs)
-
-    with _replaced(CaptureIndexing, _default=record, load=load, store=store):
+    with _replaced(LoopBodyBlock, __init__=record):
         yield
+
+
+def _remove_duplicates(graph: Graph) -> None:
+    """Keep the first of the operations of a loop body with the same arguments."""
+    known: dict[Hashable, Node] = {}
+    for node in list(graph.nodes):
+        if node.target in _STORES:  # a buffer that was loaded may have another value now
+            known = {key: value for key, value in known.items() if value.target != "load"}
+        elif node.target in _REPEATABLE:
+            key = (node.target, _identity(node.args), _identity(tuple(node.kwargs.items())))
+            first = known.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def _identity(value: Any) -> Hashable:
     """Return a key that equal arguments of an operation share."""
-    if isinstance(value, Proxy):
-        return value.node  # which lives as long as the body
     if isinstance(value, tuple | list):
         return (type(value), *map(_identity, value))
     # equal numbers of different types, and 0.0 and -0.0, are different constants

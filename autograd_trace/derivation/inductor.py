@@ -32,8 +32,8 @@ from trainload.autograd_trace.derivation.aot import whole_triton_operators
 from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
 from trainload.autograd_trace.derivation.faster_inductor import (
     dtype_rules_made_once,
+    duplicates_removed,
     kernels_started_early,
-    operations_recorded_once,
     shapes_of_first_call,
 )
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
@@ -132,7 +132,7 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
             stack.enter_context(dtype_rules_made_once())
             if all(value.device.type == "cpu" for value in inputs):
                 stack.enter_context(whole_triton_operators())
-                stack.enter_context(operations_recorded_once())
+                stack.enter_context(duplicates_removed())
                 stack.enter_context(kernels_started_early())
             if any(node.target is CALL for node in module.graph.nodes):
                 stack.enter_context(shapes_of_first_call())

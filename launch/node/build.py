@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
-from trainload.core.errors import StorageError
+from trainload.core.errors import CompileError, StorageError
 from trainload.launching.node.build_key import build_key, device_of, threads_of
 from trainload.launching.node.built_graphs import Built, BuiltGraph, BuiltStages, Call, Crossing
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
+from trainload.launching.node.side_by_side import ChildEnded, side_by_side
 from trainload.launching.node.utilisation import Work, work_of
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
@@ -80,6 +82,7 @@ def compile_build(
     pipeline_index: int = 0,
     *,
     evaluates: bool = True,
+    processes: int = 1,
 ) -> Path:
     """Ensure that the node's cache holds the build. The node's first process compiles it, the
     others wait.
@@ -95,9 +98,15 @@ def compile_build(
         on_stage: called with (stage, seconds) when each part is done.
         pipeline_index: index, on the pipeline axis, of the ranks that call the build.
         evaluates: True if the run has held-out data.
+        processes: number of forked processes that compile graphs at a time; 1: this process
+            compiles them. See `side_by_side` for who may fork.
 
     Returns:
         Folder of the complete build.
+
+    Raises:
+        CompileError: a process that compiles a graph was killed.
+        StorageError: the cache is full or cannot be written.
     """
     with _no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
@@ -120,12 +129,12 @@ def compile_build(
                 new_folder(final) as temporary,
                 own_kernels(cache_dir, temporary),
                 deterministic(),
-                asking_ahead(device),
+                asking_ahead(device, forks=processes > 1),
             ):
                 graphs, work = _make_graphs(
                     package, plan, device, pipeline_index, on_stage, evaluates=evaluates
                 )
-                _compile_into(temporary, graphs, work, plan, on_stage, before)
+                _compile_into(temporary, graphs, work, plan, on_stage, before, processes)
         return final
 
 
@@ -316,6 +325,7 @@ def _compile_into(
     plan: Plan,
     on_stage: Callable[[str, float], None],
     other: Path | None,
+    processes: int,
 ) -> None:
     """Compile the graphs of a build into its folder, or copy them from `other`, a build of some of
     the same graphs.
@@ -324,8 +334,8 @@ def _compile_into(
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     failed: dict[str, str] = {}
     compiled: dict[str, Compiled] = {}
+    pending: dict[str, Callable[[], tuple[Compiled | None, str, float]]] = {}
     for name, module in _modules(graphs).items():
-        began = time.perf_counter()
         file = draft / f"{name}.bin"
         if other is not None:
             # it does not have the graph, or was just evicted from the cache
@@ -334,11 +344,21 @@ def _compile_into(
                 shutil.copyfile(other / file.name, file)
                 compiled[name] = before[name]
         if not file.exists():
-            try:
-                compiled[name] = compile_graph(module, file, groups)
-            except NotCompiled as error:  # the graph runs interpreted
-                failed[name] = str(error)
-        on_stage(f"compile {name}", time.perf_counter() - began)
+            pending[name] = partial(_try_to_compile, module, file, groups)
+    try:
+        for name, (result, reason, seconds) in side_by_side(pending, processes):
+            if result is None:  # the graph runs interpreted
+                failed[name] = reason
+            else:
+                compiled[name] = result
+            on_stage(f"compile {name}", seconds)
+    except ChildEnded as ended:
+        raise CompileError(
+            "a process that compiles a graph has ended",
+            where=ended.name,
+            got=f"status {ended.status}",
+            hint="If it was killed (-9), the machine may be short of memory.",
+        ) from ended
     index = {
         "graphs": {
             n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)}
@@ -355,6 +375,22 @@ def _compile_into(
         "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
     }
     (draft / _INDEX).write_bytes(canonical_json(index))
+
+
+def _try_to_compile(
+    module: GraphModule, file: Path, groups: Mapping[str, int]
+) -> tuple[Compiled | None, str, float]:
+    """Compile a graph into a file.
+
+    Returns:
+        What was compiled, or None and the reason why it cannot be; and the seconds that it took.
+    """
+    began = time.perf_counter()
+    try:
+        compiled, reason = compile_graph(module, file, groups), ""
+    except NotCompiled as error:
+        compiled, reason = None, str(error)
+    return compiled, reason, time.perf_counter() - began
 
 
 def _read_crossing(entry: Mapping[str, Any]) -> Crossing:

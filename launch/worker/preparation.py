@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
 from trainload.packaging.package import Package
 from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.plans.plan import Plan
+
+_PROCESSES_AT_MOST = 4
+"""A process that compiles a graph of a large model takes a GiB."""
 
 
 def set_threads(local_world: int) -> None:
@@ -76,11 +81,19 @@ def prepare_node(
                 lambda *_: None,
                 index,
                 evaluates=spec.evaluates,
+                processes=compiling_processes(spec.plan),
             )
             if not quiet:
                 _report_layers(contact, folder)
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def compiling_processes(plan: Plan) -> int:
+    """Return the number of graphs that a process that does nothing else compiles at a time."""
+    if plan.cluster.device != "cpu":
+        return 1  # a process that is forked after graphs were derived on a GPU cannot use it
+    return min(len(os.sched_getaffinity(0)), _PROCESSES_AT_MOST)
 
 
 def _report_layers(contact: Contact, folder: Path) -> None:

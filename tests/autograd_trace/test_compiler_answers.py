@@ -67,6 +67,37 @@ def test_other_code_and_other_instructions_are_probed(asked: list[str]) -> None:
     assert asked == ["code", "other code", "code"]
 
 
+HEADERS = cpu_vec_isa.VecISA._avx_code
+WIDE, NARROW = cpu_vec_isa.VecAVX512(), cpu_vec_isa.VecAVX2()
+
+
+def headers_asked(asked: list[str]) -> int:
+    """Return how often the headers are built for wide and narrow instructions in one process."""
+    with remembered_answers():
+        assert [WIDE.check_build(HEADERS), NARROW.check_build(HEADERS)] == [True, True]
+    return asked.count(HEADERS)
+
+
+def test_headers_are_built_for_the_widest_instructions_alone(asked: list[str]) -> None:
+    assert headers_asked(asked) == 1
+
+
+def test_headers_are_built_for_all_instructions_if_others_may_be_chosen(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert headers_asked(asked) == 2
+
+
+def test_instructions_that_were_not_needed_are_not_remembered(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers_asked(asked)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    probe(HEADERS)
+    assert asked.count(HEADERS) == 2
+
+
 def test_another_compiler_is_asked(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     probe("code")
     monkeypatch.setattr(cpu_vec_isa, "_get_isa_dry_compile_fingerprint", lambda flags: "clang")
@@ -148,6 +179,13 @@ def test_threads_can_be_within_the_context_in_any_order(asked: list[str]) -> Non
     assert [cpu_vec_isa.VecAVX2().check_build("code"), asked] == [True, ["code"]]
     second.__exit__(None, None, None)
     assert (cpu_vec_isa.VecISA.check_build, codecache._precompile_header) == before
+
+
+def test_a_forked_process_asks_for_all(asked: list[str], tmp_path: Path) -> None:
+    with asking_ahead(torch.device("cpu"), forks=True):
+        pass
+    assert asked == []  # not in this process
+    assert list((tmp_path / "cache" / "compiler-answers").iterdir())
 
 
 @pytest.mark.parametrize(("device", "headers"), [("cpu", 1), ("cuda", 0)])

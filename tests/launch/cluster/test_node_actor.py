@@ -54,14 +54,57 @@ def test_it_starts_the_ranks_of_its_node(actor: NodeActor) -> None:
     assert not failures[0].died
 
 
+def test_the_process_that_prepares_the_node_is_no_rank_and_ends(
+    actor: NodeActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparing: list[Any] = []
+    waiting = module._wait_for
+
+    def wait_for(ranks: Any) -> Any:
+        preparing.extend(ranks)
+        return waiting(ranks)
+
+    monkeypatch.setattr(module, "_wait_for", wait_for)
+    actor.prepare(ARGS, quiet=True)
+    (preparer,) = preparing
+    assert preparer.pid not in pids(actor)
+    assert preparer.child.exit_status(0) is not None
+    assert not any(rank.has_ended for rank in actor._ranks)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [lambda actor: actor.kill([0]), lambda actor: actor.release(keep=True), NodeActor.end],
+    ids=["killed", "released", "ended"],
+)
+def test_preparing_can_be_ended(
+    actor: NodeActor, monkeypatch: pytest.MonkeyPatch, end: Callable[[NodeActor], None]
+) -> None:
+    waiting = module._wait_for
+
+    def wait_for(ranks: Any) -> Any:
+        end(actor)
+        return waiting(ranks)
+
+    monkeypatch.setattr(module, "_wait_for", wait_for)
+    assert list(actor.prepare(ARGS, quiet=True)) == [0]
+
+
 def kill_and_release(actor: NodeActor) -> None:
     actor.kill([2])
     actor.release(keep=True)
 
 
+def fail_and_release(actor: NodeActor) -> None:
+    failures = actor.train(ARGS, None)  # "{}" is no run
+    assert sorted(failures) == [0, 2]
+    actor.release(keep=False)
+
+
 KEPT: dict[str, tuple[Callable[[NodeActor], None], list[bool]]] = {
     "a rank elsewhere has died": (lambda actor: actor.release(keep=True), [True, True]),
-    "no rank has died": (lambda actor: actor.release(keep=False), [False, True]),
+    "preparing has failed": (lambda actor: actor.release(keep=False), [True, True]),
+    "no rank has died": (fail_and_release, [False, False]),
     "rank 2 has died": (kill_and_release, [True, False]),
     "the attempt was ended by force": (lambda actor: actor.end(), [False, False]),
 }

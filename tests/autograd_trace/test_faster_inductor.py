@@ -1,0 +1,160 @@
+"""Inductor compiles a graph in less time, to the same code."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.loop_body import LoopBodyBlock
+from torch.fx import GraphModule
+
+from trainload.autograd_trace.derivation import inductor
+from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
+from trainload.autograd_trace.derivation.faster_inductor import kernels_started_early
+from trainload.autograd_trace.derivation.inductor import compile_graph, load_compiled
+
+LINKS = 6
+SHORTCUTS = ("dtype_rules_made_once", "duplicates_removed", "kernels_started_early")
+REPLACED = {
+    LoopBodyBlock: ("__init__",),
+    DtypePropagationOpsHandler: ("__init__",),
+    PythonWrapperCodegen: ("define_kernel",),
+}
+
+
+def hashed(x: Tensor) -> list[Tensor]:
+    """Compute a chain in which every value has two users, as a hash does."""
+    for _ in range(LINKS):
+        x = (x ^ (x >> 3)) * 5
+    return [x, x.float().sum()]
+
+
+def signed_zeros(x: Tensor) -> list[Tensor]:
+    """Compute zeros of both signs, and equal constants of two types."""
+    zero, negative = torch.full_like(x, 0.0), torch.full_like(x, -0.0)
+    written = torch.where(x > 0, zero, negative)
+    return [written, torch.where(x > 1, x * 2, x + 2.0), x.clone().add_(1).mul_(x)]
+
+
+CASES: dict[str, tuple[Callable[[Tensor], list[Tensor]], Tensor]] = {
+    "a hash": (hashed, torch.arange(-40, 40, dtype=torch.int32)),
+    "signed zeros": (signed_zeros, torch.linspace(-2, 2, 64)),
+}
+
+
+def flat(function: Callable[[Tensor], list[Tensor]], example: Tensor) -> GraphModule:
+    return trace_flat(lambda x: function(x), [fake_mode().from_tensor(example)])
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Use an empty cache of Inductor with this name."""
+
+    def use(name: str) -> Path:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+        return tmp_path / name
+
+    return use
+
+
+def kernels(cache: Path) -> dict[str, str]:
+    """Return the kernels of a cache: their names, which depend on their code, and their code."""
+    return {path.name: path.read_text() for path in cache.rglob("*.main.cpp")}
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_are_those_without_the_shortcuts(
+    case: str, cache: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = cache("fast")
+    compile_graph(flat(*CASES[case]), tmp_path / "fast.bin", {})
+    for shortcut in SHORTCUTS:
+        monkeypatch.setattr(inductor, shortcut, nothing)
+    plain = cache("plain")
+    compile_graph(flat(*CASES[case]), tmp_path / "plain.bin", {})
+    assert kernels(fast)
+    assert kernels(fast) == kernels(plain)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_those_of_the_interpreted_graph(
+    case: str, cache: Callable[[str], Path], tmp_path: Path
+) -> None:
+    cache("own")
+    compile_graph(flat(*CASES[case]), tmp_path / "graph.bin", {})
+    _, example = CASES[case]
+    for value, expected in zip(
+        load_compiled(tmp_path / "graph.bin")(example), flat(*CASES[case])(example), strict=True
+    ):
+        assert torch.equal(value, expected)
+        assert torch.equal(value.float().signbit(), expected.float().signbit())
+
+
+def test_a_chain_does_not_double_with_each_link(
+    cache: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache("own")
+    blocks: list[LoopBodyBlock] = []
+    beginning = LoopBodyBlock.__init__
+
+    def begin(block: LoopBodyBlock, *arguments: object) -> None:
+        beginning(block, *arguments)  # type: ignore[arg-type]
+        blocks.append(block)
+
+    monkeypatch.setattr(LoopBodyBlock, "__init__", begin)
+    compile_graph(flat(*CASES["a hash"]), tmp_path / "graph.bin", {})
+    operations, around = 5 * LINKS, 20
+    longest = max(len(block.graph.nodes) for block in blocks)
+    assert LINKS < longest <= operations + around < 2**LINKS
+
+
+def test_a_kernel_is_built_while_the_next_one_is_written(
+    cache: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache("own")
+    events: list[str] = []
+    defining, asking = PythonWrapperCodegen.define_kernel, AsyncCompile.cpp_pybinding
+
+    def define_kernel(*arguments: object, **options: object) -> None:
+        started = any(thread.name.startswith("kernels") for thread in threading.enumerate())
+        events.append(f"defined, compiler at work: {started}")
+        defining(*arguments, **options)  # type: ignore[arg-type]
+
+    def cpp_pybinding(*arguments: object) -> object:
+        events.append("asked for")
+        return asking(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PythonWrapperCodegen, "define_kernel", define_kernel)
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", cpp_pybinding)
+    compile_graph(flat(lambda x: hashed(x + 7), CASES["a hash"][1]), tmp_path / "graph.bin", {})
+    assert "defined, compiler at work: True" in events
+    assert events.index("defined, compiler at work: True") < events.index("asked for")
+
+
+def test_no_compiler_is_left_when_a_graph_cannot_be_compiled(
+    cache: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache("own")
+    with pytest.raises(KeyError), kernels_started_early():
+        raise KeyError
+    assert not [each for each in threading.enumerate() if each.name.startswith("kernels")]
+
+
+def test_afterwards_torch_is_as_it_was(cache: Callable[[str], Path], tmp_path: Path) -> None:
+    before = {(owner, name): getattr(owner, name) for owner in REPLACED for name in REPLACED[owner]}
+    cache("own")
+    compile_graph(flat(*CASES["a hash"]), tmp_path / "graph.bin", {})
+    assert before == {(owner, name): getattr(owner, name) for owner, name in before}

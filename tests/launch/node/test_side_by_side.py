@@ -1,0 +1,99 @@
+"""Functions are called side by side in forked processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
+
+import pytest
+
+from trainload.core.processes import has_ended, this_process
+from trainload.launching.node.side_by_side import ChildEnded, side_by_side
+
+
+class UnsendableError(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def fail(error: Exception) -> int:
+    raise error
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_every_result_has_its_name(processes: int) -> None:
+    functions = {str(n): partial(pow, n, 2) for n in range(5)}
+    assert dict(side_by_side(functions, processes)) == {str(n): n**2 for n in range(5)}
+
+
+def test_no_function_is_nothing() -> None:
+    assert not dict(side_by_side({}, 2))
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(1, True), (2, False)])
+def test_one_process_is_this_one(processes: int, expected: bool) -> None:
+    results = dict(side_by_side({"a": os.getpid, "b": os.getpid}, processes))
+    assert {pid == os.getpid() for pid in results.values()} == {expected}
+
+
+def test_functions_run_at_the_same_time() -> None:
+    barrier = get_context("fork").Barrier(2)
+    meet = partial(barrier.wait, 60)
+    assert sorted(dict(side_by_side({"a": meet, "b": meet}, 2)).values()) == [0, 1]
+
+
+def test_no_more_run_than_are_allowed() -> None:
+    counter = get_context("fork").Value("i", 0)
+
+    def work() -> int:
+        with counter.get_lock():
+            counter.value += 1
+            running = counter.value
+        threading.Event().wait(0.05)
+        with counter.get_lock():
+            counter.value -= 1
+        return int(running)
+
+    assert max(dict(side_by_side({str(n): work for n in range(6)}, 2)).values()) <= 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_exception_of_a_function_is_raised(processes: int) -> None:
+    with pytest.raises(OSError, match="disk is full"):
+        dict(side_by_side({"a": partial(fail, OSError(28, "disk is full"))}, processes))
+
+
+def test_an_exception_that_cannot_be_sent_is_raised_as_its_text() -> None:
+    with pytest.raises(RuntimeError, match="UnsendableError: no lowering"):
+        dict(side_by_side({"a": partial(fail, UnsendableError("no lowering"))}, 2))
+
+
+def test_a_process_that_was_killed_is_named() -> None:
+    kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    with pytest.raises(ChildEnded) as raised:
+        dict(side_by_side({"train": kill}, 2))
+    assert (raised.value.name, raised.value.status) == ("train", -signal.SIGKILL)
+
+
+def test_a_failure_ends_the_other_processes() -> None:
+    reading, writing = get_context("fork").Pipe(duplex=False)
+
+    def wait() -> None:
+        writing.send(this_process())
+        threading.Event().wait()
+
+    def fail_later() -> None:
+        while not reading.poll(0.1):
+            pass
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        dict(side_by_side({"a": wait, "b": fail_later}, 2))
+    assert has_ended(reading.recv())
