@@ -1,7 +1,4 @@
-"""Small models of several layers, whose layers a compiler should see once.
-
-Used by layers.py. All weights are random.
-"""
+"""Models of several layers, whose layers a compiler should see once. All weights are random."""
 
 from __future__ import annotations
 
@@ -16,14 +13,38 @@ from torch.nn import functional
 import trainload
 
 LAYERS = 6
-ROWS, TIME, WIDTH, CLASSES, VOCABULARY = 8, 16, 32, 10, 64
+CLASSES = 10
+_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Size of a model and of its example batch.
+
+    Attributes:
+        layers: number of layers of each stack.
+        time: tokens of a row.
+        width: width of the residual stream.
+        vocabulary: number of tokens that there are.
+        channels: width of convolutions.
+        side: height and width of an image.
+        rows: rows of an update.
+    """
+
+    layers: int = LAYERS
+    time: int = 16
+    width: int = 32
+    vocabulary: int = 64
+    channels: int = 32
+    side: int = 8
+    rows: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Layered:
     """A model, and the number of its repeated parts: an encoder and a decoder are two."""
 
-    job: Callable[[], trainload.Job]
+    job: Callable[[Size], trainload.Job]
     parts: int = 1
 
 
@@ -31,32 +52,37 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _job(model: nn.Module, batch: dict[str, Tensor], loss: Any) -> trainload.Job:
+def _job(size: Size, model: nn.Module, batch: dict[str, Tensor], loss: Any) -> trainload.Job:
     return trainload.Job(
-        model=model, batch=batch, loss=loss, optimizer=_optimizer, steps=10, global_batch=ROWS
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=_optimizer,
+        steps=10,
+        global_batch=size.rows,
     )
 
 
-def _tokens(time: int = TIME) -> Tensor:
-    return torch.randint(1, VOCABULARY, (4, time))
+def _tokens(size: Size, further: int = 0) -> Tensor:
+    return torch.randint(1, size.vocabulary, (_ROWS, size.time + further))
 
 
-def _causal(model: nn.Module) -> trainload.Job:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["tokens"][:, :-1]).logits
-        return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
-
-    return _job(model, {"tokens": _tokens(TIME + 1)}, loss)
+def _images(size: Size) -> Tensor:
+    return torch.randn(_ROWS, 1, size.side, size.side)
 
 
-def _gpt() -> trainload.Job:
+def _labels() -> Tensor:
+    return torch.randint(0, CLASSES, (_ROWS,))
+
+
+def _gpt(size: Size) -> trainload.Job:
     from model import GPT, Config
 
     config = Config(
-        vocabulary=VOCABULARY,
-        context=TIME,
-        layers=LAYERS,
-        width=WIDTH,
+        vocabulary=size.vocabulary,
+        context=size.time,
+        layers=size.layers,
+        width=size.width,
         heads=4,
         dropout=0.1,
         autocast=True,
@@ -66,33 +92,38 @@ def _gpt() -> trainload.Job:
         logits = model(batch["tokens"][:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
-    return _job(GPT(config), {"tokens": _tokens(TIME + 1)}, loss)
+    return _job(size, GPT(config), {"tokens": _tokens(size, 1)}, loss)
 
 
-def _llama() -> trainload.Job:
+def _llama(size: Size) -> trainload.Job:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=2 * size.width,
+        num_hidden_layers=size.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2 * TIME,
+        max_position_embeddings=2 * size.time,
     )
-    return _causal(LlamaForCausalLM(config))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["tokens"][:, :-1]).logits
+        return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+    return _job(size, LlamaForCausalLM(config), {"tokens": _tokens(size, 1)}, loss)
 
 
-def _vit() -> trainload.Job:
+def _vit(size: Size) -> trainload.Job:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
         num_attention_heads=4,
-        intermediate_size=2 * WIDTH,
-        image_size=8,
+        intermediate_size=2 * size.width,
+        image_size=size.side,
         patch_size=2,
         num_channels=1,
         num_labels=CLASSES,
@@ -103,39 +134,40 @@ def _vit() -> trainload.Job:
         logits = model(pixel_values=batch["image"]).logits
         return functional.cross_entropy(logits, batch["label"])
 
-    batch = {"image": torch.randn(4, 1, 8, 8), "label": torch.randint(0, CLASSES, (4,))}
-    return _job(ViTForImageClassification(config), batch, loss)
+    batch = {"image": _images(size), "label": _labels()}
+    return _job(size, ViTForImageClassification(config), batch, loss)
 
 
-def _bert() -> trainload.Job:
+def _bert(size: Size) -> trainload.Job:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
         num_attention_heads=4,
-        intermediate_size=2 * WIDTH,
-        max_position_embeddings=2 * TIME,
+        intermediate_size=2 * size.width,
+        max_position_embeddings=2 * size.time,
     )
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(input_ids=batch["tokens"]).logits
         return functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten())
 
-    return _job(BertForMaskedLM(config), {"tokens": _tokens(), "label": _tokens()}, loss)
+    batch = {"tokens": _tokens(size), "label": _tokens(size)}
+    return _job(size, BertForMaskedLM(config), batch, loss)
 
 
-def _t5() -> trainload.Job:
+def _t5(size: Size) -> trainload.Job:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
+        vocab_size=size.vocabulary,
+        d_model=size.width,
         d_kv=8,
-        d_ff=2 * WIDTH,
-        num_layers=LAYERS,
-        num_decoder_layers=LAYERS,
+        d_ff=2 * size.width,
+        num_layers=size.layers,
+        num_decoder_layers=size.layers,
         num_heads=4,
         dropout_rate=0.1,
     )
@@ -144,18 +176,18 @@ def _t5() -> trainload.Job:
         logits = model(input_ids=batch["tokens"], decoder_input_ids=batch["label"][:, :-1]).logits
         return functional.cross_entropy(logits.flatten(0, 1), batch["label"][:, 1:].flatten())
 
-    batch = {"tokens": _tokens(), "label": _tokens(TIME + 1)}
-    return _job(T5ForConditionalGeneration(config), batch, loss)
+    batch = {"tokens": _tokens(size), "label": _tokens(size, 1)}
+    return _job(size, T5ForConditionalGeneration(config), batch, loss)
 
 
 class Experts(nn.Module):
-    """(rows, time, WIDTH) -> the same: each position uses the best two of four experts."""
+    """(rows, time, width) -> the same: each position uses the best two of four experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4, bias=False)
-        self.up = nn.Parameter(WIDTH**-0.5 * torch.randn(4, WIDTH, 2 * WIDTH))
-        self.down = nn.Parameter((2 * WIDTH) ** -0.5 * torch.randn(4, 2 * WIDTH, WIDTH))
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 4, bias=False)
+        self.up = nn.Parameter(width**-0.5 * torch.randn(4, width, 2 * width))
+        self.down = nn.Parameter((2 * width) ** -0.5 * torch.randn(4, 2 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         normal = self.norm(x)
@@ -167,14 +199,14 @@ class Experts(nn.Module):
 
 
 class Residual(nn.Module):
-    """(rows, WIDTH, height, width) -> the same: two convolutions with batch norms."""
+    """(rows, channels, side, side) -> the same: two convolutions with batch norms."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False) for _ in range(2)
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(WIDTH) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         y = functional.relu(self.norms[0](self.convolutions[0](x)))
@@ -183,11 +215,11 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """(rows, time, WIDTH) -> the same: an LSTM of LAYERS layers, whose steps are written out."""
+    """(rows, time, width) -> the same: an LSTM of some layers, whose steps are written out."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.cells = nn.ModuleList(nn.LSTMCell(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.cells = nn.ModuleList(nn.LSTMCell(size.width, size.width) for _ in range(size.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for cell in self.cells:
@@ -203,10 +235,10 @@ class Recurrent(nn.Module):
 class Tokens(nn.Module):
     """Classes of sequences of tokens."""
 
-    def __init__(self, middle: nn.Module) -> None:
+    def __init__(self, size: Size, middle: nn.Module) -> None:
         super().__init__()
-        self.enter, self.middle = nn.Embedding(VOCABULARY, WIDTH), middle
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.enter, self.middle = nn.Embedding(size.vocabulary, size.width), middle
+        self.head = nn.Linear(size.width, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.head(self.middle(self.enter(tokens)).mean(1))
@@ -216,22 +248,35 @@ class Tokens(nn.Module):
 class Images(nn.Module):
     """Classes of images."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.enter = nn.Conv2d(1, WIDTH, 3, padding=1)
-        self.middle = nn.Sequential(*(Residual() for _ in range(LAYERS)))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.enter = nn.Conv2d(1, size.channels, 3, padding=1)
+        self.middle = nn.Sequential(*(Residual(size.channels) for _ in range(size.layers)))
+        self.head = nn.Linear(size.channels, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
         x: Tensor = self.head(self.middle(self.enter(image)).mean((2, 3)))
         return x
 
 
-def _classifier(model: nn.Module, name: str, value: Tensor) -> trainload.Job:
+def _classifier(size: Size, model: nn.Module, name: str, value: Tensor) -> trainload.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return functional.cross_entropy(model(batch[name]), batch["label"])
 
-    return _job(model, {name: value, "label": torch.randint(0, CLASSES, (4,))}, loss)
+    return _job(size, model, {name: value, "label": _labels()}, loss)
+
+
+def _experts(size: Size) -> trainload.Job:
+    middle = nn.Sequential(*(Experts(size.width) for _ in range(size.layers)))
+    return _classifier(size, Tokens(size, middle), "tokens", _tokens(size))
+
+
+def _cnn(size: Size) -> trainload.Job:
+    return _classifier(size, Images(size), "image", _images(size))
+
+
+def _lstm(size: Size) -> trainload.Job:
+    return _classifier(size, Tokens(size, Recurrent(size)), "tokens", _tokens(size))
 
 
 MODELS = {
@@ -240,16 +285,8 @@ MODELS = {
     "ViT": Layered(_vit),
     "BERT": Layered(_bert),
     "T5": Layered(_t5, parts=2),
-    "mixture of experts": Layered(
-        lambda: _classifier(
-            Tokens(nn.Sequential(*(Experts() for _ in range(LAYERS)))), "tokens", _tokens()
-        )
-    ),
-    "CNN of repeated blocks": Layered(
-        lambda: _classifier(Images(), "image", torch.randn(4, 1, 8, 8))
-    ),
-    "LSTM, steps written out": Layered(
-        lambda: _classifier(Tokens(Recurrent()), "tokens", _tokens())
-    ),
+    "mixture of experts": Layered(_experts),
+    "CNN of repeated blocks": Layered(_cnn),
+    "LSTM, steps written out": Layered(_lstm),
 }
 """Name -> model. The first six are expected to have no graph that stays flat."""

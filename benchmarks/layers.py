@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "layers.json")
     arguments = parser.parse_args()
     see_example()
-    from layered_models import LAYERS, MODELS
+    from layered_models import LAYERS, MODELS, Size
 
     results: dict[str, dict[str, Any]] = {}
     rows = []
@@ -135,7 +135,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from the models
             torch.manual_seed(0)
-            package = trainload.freeze(model.job(), Path(scratch) / "package.tl")
+            package = trainload.freeze(model.job(Size()), Path(scratch) / "package.tl")
             results[name] = {}
             for plan in arguments.plans:
                 try:

@@ -123,7 +123,7 @@ def _eager(rank: int, workers: int, data: Path, steps: int, folder: Path, queue:
     losses = []
     for step in range(steps):
         batch = dataset.batch(rows(0, dataset.size, step * example.ROWS + rank * each, each))
-        loss, _ = training(batch["tokens"])
+        loss, _ = training(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(gpt.parameters(), CLIP_NORM)
         for group in optimizer.param_groups:

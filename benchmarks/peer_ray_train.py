@@ -50,7 +50,7 @@ def loop(config: dict[str, Any]) -> None:
     rows = example.ROWS // world
     for step in range(config["steps"]):
         start = step * example.ROWS + rank * rows
-        loss, _ = compiled(table[order[start : start + rows]])
+        loss, _ = compiled({"tokens": table[order[start : start + rows]]})
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
         for group in optimizer.param_groups:

@@ -5,7 +5,9 @@ Processes measured afterwards never import the job.
     python benchmarks/prepare.py examples/gpt/job.py:job_fp32 FOLDER --strategies zero0,zero3
     --workers 2
 
-writes FOLDER/package.tl, FOLDER/zero0.json and FOLDER/zero3.json.
+writes FOLDER/package.tl, FOLDER/zero0.json and FOLDER/zero3.json; with --batches 64 also
+FOLDER/batches.safetensors: 64 random batches of the size of --batch, (batches, rows, ...) for each
+input, integers in the range of the example's.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def prepare(
     *,
     device: str = "cpu",
     batch: int | None = None,
+    batches: int = 0,
 ) -> Path:
     """Run this script in a process that sees no GPU. Returns the package's path.
 
@@ -37,6 +40,7 @@ def prepare(
         workers: world size of the plans, on one node.
         device: device type of the plans.
         batch: rows per update over all workers; None: the job's.
+        batches: number of random batches to write.
     """
     command = [
         sys.executable,
@@ -50,6 +54,7 @@ def prepare(
         "--device",
         device,
     ]
+    command += ["--batches", str(batches)]
     if batch is not None:
         command += ["--batch", str(batch)]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
@@ -67,14 +72,32 @@ def main() -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--batches", type=int, default=0)
     arguments = parser.parse_args()
     see_example()
+
+    import torch
+    from safetensors.torch import save_file
 
     import trainload
     from trainload.freezing.load_job import load_job
 
     arguments.folder.mkdir(parents=True)
-    package = trainload.freeze(load_job(arguments.spec), arguments.folder / "package.tl")
+    job = load_job(arguments.spec)
+    package = trainload.freeze(job, arguments.folder / "package.tl")
+    if arguments.batches:
+        generator = torch.Generator().manual_seed(0)
+        rows = arguments.batch or package.recipe.global_batch
+        values = {}
+        for name, example in job.batch.items():
+            shape = (arguments.batches, rows, *example.shape[1:])
+            if example.is_floating_point():
+                value = torch.randn(shape, generator=generator)
+            else:
+                low, high = int(example.min()), int(example.max()) + 1
+                value = torch.randint(low, high, shape, generator=generator)
+            values[name] = value.to(example.dtype)
+        save_file(values, arguments.folder / "batches.safetensors")
     cluster = trainload.Cluster(devices_per_node=arguments.workers, device=arguments.device)
     for strategy in arguments.strategies.split(","):
         made = trainload.plan(package, cluster, strategy, global_batch=arguments.batch)

@@ -27,7 +27,6 @@ from measure import (
     note,
     save,
     screen,
-    see_example,
     spread,
     table,
 )
@@ -47,48 +46,47 @@ SYSTEMS = (
     *PEERS,
     *(System(f"trainload {strategy}", "trainload", strategy=strategy) for strategy in STRATEGIES),
 )
-JOBS = {"fp32": "job_fp32", "bf16": "job"}
-"""Precision -> the example's job: bf16 is autocast in the blocks, with fp32 parameters."""
+_OTHERS = Path(__file__).with_name("step_jobs.py")
+JOBS = {
+    "GPT fp32": f"{EXAMPLE / 'job.py'}:job_fp32",
+    "GPT bf16": f"{EXAMPLE / 'job.py'}:job",
+    "GPT 12 layers": f"{_OTHERS}:gpt_12_layers",
+    "Llama": f"{_OTHERS}:llama",
+    "ViT": f"{_OTHERS}:vit",
+    "BERT": f"{_OTHERS}:bert",
+    "CNN": f"{_OTHERS}:cnn",
+}
+"""Name -> job. bf16 is autocast in the blocks, with fp32 parameters; the others are in fp32."""
 BATCHES = 64
 """Number of batches that a worker holds in memory and cycles through."""
 
 
 def measure(
-    precision: str, names: list[str], rounds: int, steps: int, rows: int, scratch: Path
+    job: str, names: list[str], rounds: int, steps: int, rows: int, scratch: Path
 ) -> dict[str, Any]:
-    """Measure the systems with these names.
+    """Measure the systems with these names on a job of `JOBS`.
 
     Returns:
         Name -> measurements, in the order of `SYSTEMS`; a failed system has only `error`.
     """
-    see_example()
-    from model import Config
-
     chosen = [system for system in SYSTEMS if system.name in names]
-    note(f"{precision}: freezing")
-    folder = scratch / precision
+    note(f"{job}: freezing")
+    folder = scratch / job.replace(" ", "-")
     package = prepare(
-        f"{EXAMPLE / 'job.py'}:{JOBS[precision]}",
+        JOBS[job],
         folder,
         ",".join(STRATEGIES),
         WORLD_SIZE,
         batch=rows * WORLD_SIZE,
+        batches=BATCHES,
     )
-    settings = Settings(
-        "fp32" if precision == "fp32" else "bf16",
-        package,
-        folder,
-        scratch,
-        rows,
-        Config().context,
-        BATCHES,
-    )
+    settings = Settings(job, JOBS[job], package, folder, scratch, rows, BATCHES)
     figures: dict[str, Any] = {}
     pairs: dict[str, Workers] = {}
     runs: dict[str, list[list[Round]]] = {system.name: [] for system in chosen}
     with contextlib.ExitStack() as stack:
         for system in chosen:
-            note(f"{precision}: starting {system.name}")
+            note(f"{job}: starting {system.name}")
             workers = stack.enter_context(Workers(system, settings))
             try:
                 figures[system.name] = workers.wait_ready()
@@ -98,7 +96,7 @@ def measure(
                 note(str(error))
                 figures[system.name] = {"error": str(error).strip().splitlines()[-1]}
         for number in range(rounds):
-            note(f"{precision}: round {number + 1} of {rounds}")
+            note(f"{job}: round {number + 1} of {rounds}")
             for name, workers in pairs.items():
                 runs[name].append(workers.run(steps))
     return {name: figures[name] | (_figures(runs[name]) if runs[name] else {}) for name in figures}
@@ -147,8 +145,8 @@ def ratios(figures: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def show(precision: str, figures: dict[str, Any], console: Console) -> None:
-    """Print one precision's tables."""
+def show(job: str, figures: dict[str, Any], console: Console) -> None:
+    """Print one job's tables."""
     measured = {name: entry for name, entry in figures.items() if "step_seconds" in entry}
     ours = [name for name in measured if name.startswith("trainload")]
     columns = (
@@ -175,7 +173,7 @@ def show(precision: str, figures: dict[str, Any], console: Console) -> None:
         for name, entry in measured.items()
     ]
     console.print(
-        table(f"{precision}, {WORLD_SIZE} gloo workers of one thread", columns, rows, marked=ours)
+        table(f"{job}, {WORLD_SIZE} gloo workers of one thread", columns, rows, marked=ours)
     )
     for kind, title in (("step_seconds", "step time"), ("private_bytes", "private peak memory")):
         against = ratios(figures)[kind]
@@ -183,7 +181,7 @@ def show(precision: str, figures: dict[str, Any], console: Console) -> None:
         if not peers or not ours:
             break
         lines = [(name, *(f"{against[name][peer]:.2f}" for peer in peers)) for name in ours]
-        console.print(table(f"{precision}: {title}, trainload / peer", ("", *peers), lines))
+        console.print(table(f"{job}: {title}, trainload / peer", ("", *peers), lines))
     for name, entry in figures.items():
         if "error" in entry:
             console.print(f"{name} failed: {entry['error']}", style="red", markup=False)
@@ -197,7 +195,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per system and round")
     parser.add_argument("--rows", type=int, default=8, help="rows per batch of a worker")
-    parser.add_argument("--precision", choices=[*JOBS, "both"], default="both")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--only", help="comma-separated names of systems")
     parser.add_argument("--out", type=Path, default=RESULTS / "steps.json")
     arguments = parser.parse_args()
@@ -218,18 +216,18 @@ def main() -> int:
             "rounds": arguments.rounds,
             "steps": arguments.steps,
         },
-        "precisions": {},
+        "jobs": {},
     }
     failed = False
     console = screen()
     with tempfile.TemporaryDirectory(prefix="trainload-steps-") as scratch:
-        for precision in JOBS if arguments.precision == "both" else [arguments.precision]:
+        for job in arguments.jobs:
             figures = measure(
-                precision, names, arguments.rounds, arguments.steps, arguments.rows, Path(scratch)
+                job, names, arguments.rounds, arguments.steps, arguments.rows, Path(scratch)
             )
-            result["precisions"][precision] = {"systems": figures, "ratios": ratios(figures)}
+            result["jobs"][job] = {"systems": figures, "ratios": ratios(figures)}
             failed |= any("error" in entry for entry in figures.values())
-            show(precision, figures, console)
+            show(job, figures, console)
     result["seconds"] = time.perf_counter() - began
     save(result, arguments.out)
     note(f"written: {arguments.out}")

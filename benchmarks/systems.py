@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["ddp", "fsdp2", "trainload"]
-Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,13 @@ class System:
 class Place:
     """Rank, world size and files of one worker.
 
-    `package` and `plans`: the package that trainload trains, and the folder of plan files,
-    STRATEGY.json; `cache`: this system's own cache.
+    `job`: file.py:name of the job; `package` and `plans`: the package that trainload trains, and
+    the folder of plan files, STRATEGY.json; `cache`: this system's own cache.
     """
 
     rank: int
     world_size: int
-    precision: Precision
+    job: str
     package: Path
     plans: Path
     cache: Path

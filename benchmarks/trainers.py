@@ -1,4 +1,4 @@
-"""Trainers of the step benchmark: torch's own strategies from the example's source, and trainload.
+"""Trainers of the step benchmark: torch's own strategies from a job's source, and trainload.
 
 trainload trains from a package. Each trainer runs in a process of its own, as one of two ranks of a
 gloo group.
@@ -6,12 +6,15 @@ gloo group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from measure import note, see_example
+from measure import see_example
 from systems import Place, System
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,16 +24,20 @@ from torch.nn.parallel import DistributedDataParallel
 see_example()
 
 import job as example  # noqa: E402
-from model import GPT, Config  # noqa: E402
+
+import trainload  # noqa: E402
+from trainload.freezing.load_job import load_job  # noqa: E402
 
 CLIP_NORM = 1.0
+"""Of the example's job."""
+Batch = dict[str, Tensor]
 
 
 class Trainer(Protocol):
     """Interface of a trainer of one rank."""
 
-    def step(self, number: int, tokens: Tensor) -> float:
-        """Do one optimizer update on this rank's rows, uint8 (rows, context + 1).
+    def step(self, number: int, batch: Batch) -> float:
+        """Do one optimizer update on this rank's rows.
 
         Returns a loss: peers return that of their own rows, trainload that of all rows.
         """
@@ -38,78 +45,77 @@ class Trainer(Protocol):
 
 
 class Training(nn.Module):
-    """The example's model with its loss: (rows, context + 1) tokens -> (loss, accuracy)."""
+    """A model with its loss, by default the example's: batch -> loss, and metrics if it has any."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.loss = model, loss or example.loss
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        result = example.loss(self.model, {"tokens": tokens})
-        return result.value, result.metrics["accuracy"]
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        result = self.loss(self.model, batch)
+        if isinstance(result, trainload.Loss):
+            return result.value, *result.metrics.values()
+        return (result,)
 
 
 class Peer:
-    """Eager autograd with torch's fused AdamW, gradient clipping and the example's schedule."""
+    """Eager autograd with a job's optimizer, in torch's fused form, its clipping and schedule."""
 
-    def __init__(
-        self, module: Callable[[Tensor], tuple[Tensor, Tensor]], parameters: list[nn.Parameter]
-    ) -> None:
-        self._module = module
-        self._parameters = parameters
-        groups = [
-            {
-                "params": [p for p in parameters if p.ndim >= 2],
-                "weight_decay": example.WEIGHT_DECAY,
-            },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=example.PEAK_RATE, betas=(0.9, 0.95), fused=True
-        )
-
-    def step(self, number: int, tokens: Tensor) -> float:
-        loss, accuracy = self._module(tokens)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM)
+    def __init__(self, job: trainload.Job, module: Callable[[Batch], tuple[Tensor, ...]]) -> None:
+        self._module, self._clip_norm = module, job.clip_norm
+        self._parameters = list(job.model.parameters())
+        assert job.optimizer is not None
+        optimizer = job.optimizer(job.model)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        self._optimizer = optimizer
         for group in self._optimizer.param_groups:
-            group["lr"] = example.PEAK_RATE * example.schedule(number)
+            group["fused"] = True
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._schedule = job.schedule
+
+    def step(self, number: int, batch: Batch) -> float:
+        loss, *metrics = self._module(batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        if self._schedule is not None:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * self._schedule(number)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        accuracy.item()
+        for metric in metrics:
+            metric.item()
         return float(loss.detach())
 
 
-def ddp(place: Place, compiled: bool) -> Peer:
+def ddp(job: trainload.Job, compiled: bool) -> Peer:
     """Return DistributedDataParallel with gradients as views of its buckets.
 
     If compiled, the whole wrapper is, so that torch splits the graph at buckets.
     """
-    wrapped = DistributedDataParallel(Training(model_of(place)), gradient_as_bucket_view=True)
-    parameters = list(wrapped.parameters())
-    return Peer(torch.compile(wrapped) if compiled else wrapped, parameters)
+    wrapped = DistributedDataParallel(Training(job.model, job.loss), gradient_as_bucket_view=True)
+    return Peer(job, torch.compile(wrapped) if compiled else wrapped)
 
 
-def fsdp2(place: Place, compiled: bool) -> Peer:
+def fsdp2(job: trainload.Job, compiled: bool, world_size: int) -> Peer:
     """Return FSDP2 with `fully_shard` on each block and on the rest.
 
     If compiled, each block is compiled before it is sharded; the head with the loss stays eager.
     """
-    model = model_of(place)
-    training = Training(model)
-    mesh = init_device_mesh("cpu", (place.world_size,))
-    for block in model.blocks:
+    training = Training(job.model, job.loss)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in blocks_of(job.model):
         if compiled:
             block.compile()
         fully_shard(block, mesh=mesh)
     fully_shard(training, mesh=mesh)
-    return Peer(training, list(training.parameters()))
+    return Peer(job, training)
 
 
-def model_of(place: Place) -> GPT:
-    """Build the example's model with the same weights as its job."""
-    torch.manual_seed(0)
-    return GPT(Config(autocast=place.precision == "bf16"))
+def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
+    """Return the repeated layers of a model: the modules of its longest list."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    return max(lists, key=len)
 
 
 class Trainload:
@@ -127,14 +133,17 @@ class Trainload:
         plan = Plan.model_validate_json((place.plans / f"{strategy}.json").read_bytes())
         bind_groups(plan.groups())
         device = torch.device("cpu")
-        folder = compile_build(
-            package,
-            plan,
-            device,
-            place.cache,
-            lambda stage, seconds: note(f"  {stage}: {seconds:.1f} s"),
-        )
+        # in a process of its own, as in a launch: the compiler's memory is not a rank's
+        if place.rank == 0:
+            subprocess.run(
+                [
+                    *(sys.executable, Path(__file__).with_name("compile_package.py")),
+                    *(place.package, place.plans / f"{strategy}.json", place.cache),
+                ],
+                check=True,
+            )
         dist.barrier()
+        folder = compile_build(package, plan, device, place.cache, lambda *_: None)
         self._engine = Engine(
             package, plan, place.rank, device, load_build(folder, package, plan, place.cache)
         )
@@ -142,18 +151,19 @@ class Trainload:
         self._mode = deterministic  # as in every worker
         self._first_row = place.rank * plan.rows_per_call
 
-    def step(self, number: int, tokens: Tensor) -> float:
+    def step(self, number: int, batch: Batch) -> float:
         from trainload.launching.worker.calls import Microbatch
         from trainload.launching.worker.engine import Draw
 
         with self._mode():
-            return self._engine.step(
-                number, [Draw([Microbatch({"tokens": tokens}, self._first_row)])]
-            ).loss
+            return self._engine.step(number, [Draw([Microbatch(batch, self._first_row)])]).loss
 
 
 def make_trainer(system: System, place: Place) -> Trainer:
     """Build one rank's trainer; the process group must be initialized."""
     if system.kind == "trainload":
         return Trainload(place, system.strategy)
-    return (ddp if system.kind == "ddp" else fsdp2)(place, system.compiled)
+    job = load_job(place.job)
+    if system.kind == "ddp":
+        return ddp(job, system.compiled)
+    return fsdp2(job, system.compiled, place.world_size)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from measure import PeakMemory
-from systems import Place, Precision, System
+from systems import Place, System
 
 WORLD_SIZE = 2
 START_SECONDS = 900.0
@@ -42,12 +42,12 @@ class Round:
 class Settings:
     """Settings that are the same for all systems."""
 
-    precision: Precision
+    name: str
+    job: str
     package: Path
     plans: Path
     scratch: Path
     rows: int
-    context: int
     steps: int
 
 
@@ -56,7 +56,7 @@ class Workers:
 
     def __init__(self, system: System, settings: Settings) -> None:
         self.system = system
-        scratch = settings.scratch / f"{settings.precision}-{system.name.replace(' ', '-')}"
+        scratch = settings.scratch / f"{settings.name}-{system.name}".replace(" ", "-")
         scratch.mkdir(parents=True)
         spawn = multiprocessing.get_context("spawn")
         self._pipes: list[Connection[Any, Any]] = []
@@ -144,24 +144,25 @@ def _work(
 ) -> None:
     import torch
     import torch.distributed as dist
-    from text import byte_windows
+    from safetensors.torch import load_file
     from trainers import make_trainer
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=rank, world_size=WORLD_SIZE
     )
-    text = torch.from_numpy(
-        byte_windows(settings.rows * WORLD_SIZE * settings.steps, settings.context + 1)
-    )
-    batches = text.view(settings.steps, WORLD_SIZE, settings.rows, settings.context + 1)[
-        :, rank
-    ].contiguous()
+    whole = load_file(settings.plans / "batches.safetensors")
+    mine = slice(rank * settings.rows, (rank + 1) * settings.rows)
+    batches = [
+        {name: value[number, mine].clone() for name, value in whole.items()}
+        for number in range(settings.steps)
+    ]
+    del whole
     memory = PeakMemory()
     before = memory.now()
     began = time.perf_counter()
     place = Place(
-        rank, WORLD_SIZE, settings.precision, settings.package, settings.plans, scratch / "cache"
+        rank, WORLD_SIZE, settings.job, settings.package, settings.plans, scratch / "cache"
     )
     trainer = make_trainer(system, place)
     built = time.perf_counter()
