@@ -138,6 +138,7 @@ remat: env
 layers: env
 	$(BIN)/python benchmarks/layers.py
 	$(BIN)/python benchmarks/compile_depth.py
+	$(BIN)/python benchmarks/depth_stages.py
 
 memory: env
 	$(BIN)/python benchmarks/memory.py

@@ -72,7 +72,7 @@ def compile_model(layers: int, system: str) -> None:
         for block in model.blocks:
             block.compile()
     with Timer():
-        loss(model, batch).loss.backward()
+        loss(model, batch).value.backward()
 
 
 class Timer:

@@ -127,7 +127,7 @@ def skipping(x: Tensor, weight: Tensor, bias: Tensor, key: RandomKey, number: in
 LAYERS: list[Layer] = [block, odd, short, skipping]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(kinds=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=7), trains=st.booleans())
 def test_any_stack_of_layers_has_bitwise_equal_results(kinds: list[Layer], trains: bool) -> None:
     module = prepared(graph_of(len(kinds), kinds, trains=trains))
