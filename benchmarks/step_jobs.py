@@ -20,13 +20,19 @@ def _job(model: str) -> trainload.Job:
     return MODELS[model].job(_SIZE)
 
 
-def gpt_12_layers() -> trainload.Job:
+def gpt_12_layers(*, autocast: bool = False) -> trainload.Job:
     """Return the demo's GPT with 12 layers, in float32."""
     import job as example
     from model import GPT, Config
 
     torch.manual_seed(0)
-    return dataclasses.replace(example.job_fp32(), model=GPT(Config(layers=12, autocast=False)))
+    model = GPT(Config(layers=12, autocast=autocast))
+    return dataclasses.replace(example.job(autocast), model=model)
+
+
+def gpt_12_layers_bf16() -> trainload.Job:
+    """Return the same with its blocks in bfloat16 under autocast."""
+    return gpt_12_layers(autocast=True)
 
 
 def llama() -> trainload.Job:

@@ -42,15 +42,22 @@ PEERS = (
     System("FSDP2", "fsdp2", compiled=False),
     System("FSDP2 compiled", "fsdp2"),
 )
+FLAT = tuple(
+    System(f"trainload {strategy} flat", "trainload", strategy=strategy, flat=True)
+    for strategy in ("zero0", "zero3")
+)
+"""They are measured on request."""
 SYSTEMS = (
     *PEERS,
     *(System(f"trainload {strategy}", "trainload", strategy=strategy) for strategy in STRATEGIES),
+    *FLAT,
 )
 _OTHERS = Path(__file__).with_name("step_jobs.py")
 JOBS = {
     "GPT fp32": f"{EXAMPLE / 'job.py'}:job_fp32",
     "GPT bf16": f"{EXAMPLE / 'job.py'}:job",
     "GPT 12 layers": f"{_OTHERS}:gpt_12_layers",
+    "GPT 12 layers bf16": f"{_OTHERS}:gpt_12_layers_bf16",
     "Llama": f"{_OTHERS}:llama",
     "ViT": f"{_OTHERS}:vit",
     "BERT": f"{_OTHERS}:bert",
@@ -199,7 +206,9 @@ def main() -> int:
     parser.add_argument("--only", help="comma-separated names of systems")
     parser.add_argument("--out", type=Path, default=RESULTS / "steps.json")
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else [system.name for system in SYSTEMS]
+    names = (
+        arguments.only.split(",") if arguments.only else [s.name for s in SYSTEMS if s not in FLAT]
+    )
     unknown = set(names) - {system.name for system in SYSTEMS}
     if unknown:
         parser.error(

@@ -16,13 +16,15 @@ Kind = Literal["ddp", "fsdp2", "trainload"]
 class System:
     """One way to train.
 
-    `strategy` is trainload's; `compiled` is True if the model is compiled.
+    `strategy` is trainload's; `compiled` is True if the model is compiled, `flat` if each of its
+    layers is compiled, rather than one of those that repeat.
     """
 
     name: str
     kind: Kind
     compiled: bool = True
     strategy: str = ""
+    flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

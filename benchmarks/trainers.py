@@ -71,7 +71,7 @@ class Peer:
         for group in self._optimizer.param_groups:
             group["fused"] = True
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._schedule = job.schedule
+        self._schedule: Any = job.schedule
 
     def step(self, number: int, batch: Batch) -> float:
         loss, *metrics = self._module(batch)
@@ -121,7 +121,7 @@ def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
 class Trainload:
     """trainload's engine in this process, configured as in a worker of `trainload launch`."""
 
-    def __init__(self, place: Place, strategy: str) -> None:
+    def __init__(self, place: Place, strategy: str, flat: bool) -> None:
         from trainload.autograd_trace.derivation.named_groups import bind_groups
         from trainload.launching.node.build import compile_build, load_build
         from trainload.launching.node.determinism import deterministic
@@ -139,6 +139,7 @@ class Trainload:
                 [
                     *(sys.executable, Path(__file__).with_name("compile_package.py")),
                     *(place.package, place.plans / f"{strategy}.json", place.cache),
+                    *(["--flat"] if flat else []),
                 ],
                 check=True,
             )
@@ -162,7 +163,7 @@ class Trainload:
 def make_trainer(system: System, place: Place) -> Trainer:
     """Build one rank's trainer; the process group must be initialized."""
     if system.kind == "trainload":
-        return Trainload(place, system.strategy)
+        return Trainload(place, system.strategy, system.flat)
     job = load_job(place.job)
     if system.kind == "ddp":
         return ddp(job, system.compiled)
