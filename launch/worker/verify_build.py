@@ -361,7 +361,7 @@ class _ComparedCall:
                 if is_out_of_memory(error):
                     raise
             else:
-                comparison = longer.difference()
+                comparison = longer.difference(trial.explained)
         verifier.decide(comparison or Comparison(graph.name))
         self._call = graph.call if comparison is None else plain
         return (
@@ -378,6 +378,10 @@ class _Trial:
     time. An update writes to its arguments, so they are restored before each call.
 
     The constructor raises errors of the interpreted graph and of the allocator.
+
+    Attributes:
+        explained: distances that rounding explains, for each compared value; () if they were not
+            measured, since all are small.
     """
 
     def __init__(
@@ -395,6 +399,7 @@ class _Trial:
         self._compiled_outcome: _Outcome | None = None
         self._compiled_results: Sequence[Tensor] = ()
         self._error = ""
+        self.explained: Sequence[float] = ()
         try:
             self._compiled_results = graph.call(*self._restore_arguments())
             if verifier.device.type == "cuda":
@@ -414,15 +419,22 @@ class _Trial:
         self._write(chosen.written)
         return [value.to(self._verifier.device) for value in chosen.results]
 
-    def difference(self) -> Comparison | None:
+    def difference(self, explained: Sequence[float] = ()) -> Comparison | None:
         """Return the difference that rounding does not explain, the same on every rank; None if
         there is none.
+
+        Args:
+            explained: distances that rounding explains in another trial of the graph, for which it
+                need not be measured again.
         """
         verifier = self._verifier
         labelled = self._label(self._expected)
         expected = [value for _, value in labelled]
         distances = [0.0] * len(expected) if self._error else self._measure_distances(expected)
-        far = bool(self._error) or any(not distance <= EXPLAINED for distance in distances)
+        bounds = explained or [EXPLAINED] * len(distances)
+        far = bool(self._error) or any(
+            not distance <= bound for distance, bound in zip(distances, bounds, strict=True)
+        )
         if not verifier.agreed(far):
             return None
         self._compiled_outcome, self._compiled_results = (
@@ -434,6 +446,7 @@ class _Trial:
         if verifier.agreed(bool(beyond)):
             explained = list(map(max, explained, self._explained_distances(expected, further=True)))
             beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
+        self.explained = explained
         differs = bool(self._error or beyond)
         if not verifier.agreed(differs):
             return None

@@ -226,6 +226,24 @@ def test_graphs_that_agree_are_compared_once_and_trained(
     }
 
 
+@pytest.mark.usefixtures("cache")
+def test_what_rounding_explains_is_measured_once_for_a_graph(
+    small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    runs = verifying.rounded_runs
+
+    def counted(module: GraphModule, *arguments: Any, **options: Any) -> Any:
+        measured.append(id(module))
+        return runs(module, *arguments, **options)
+
+    monkeypatch.setattr(verifying, "rounded_runs", counted)
+    monkeypatch.setattr(verifying, "EXPLAINED", -1.0)  # nothing is explained without it
+    launched(small, small_data, tmp_path / "run")
+    assert len(measured) == len(set(measured)) == 2  # the step and the update
+    assert warnings_of(tmp_path / "run") == []
+
+
 @dataclass(frozen=True, slots=True)
 class Faulty:
     """A run with a faulty compiler and its own cache."""
