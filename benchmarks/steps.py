@@ -113,7 +113,7 @@ def _figures(rounds: list[list[Round]]) -> dict[str, Any]:
     """Return the summary of one system.
 
     Seconds are those of the slower rank; bytes are those of the larger rank, and of each rank in
-    `ranks`. The ranks differ if one of them compiled for both and kept some of the memory.
+    `ranks`.
     """
     of_rounds = [max(median(rank.seconds) for rank in ranks) for ranks in rounds]
     memory = [
@@ -182,7 +182,10 @@ def show(job: str, figures: dict[str, Any], console: Console) -> None:
     console.print(
         table(f"{job}, {WORLD_SIZE} gloo workers of one thread", columns, rows, marked=ours)
     )
-    for kind, title in (("step_seconds", "step time"), ("private_bytes", "private peak memory")):
+    for kind, title in (
+        ("step_seconds", "step time"),
+        ("private_bytes", "private peak memory, with a peer's compiler"),
+    ):
         against = ratios(figures)[kind]
         peers = [peer.name for peer in PEERS if peer.name in measured]
         if not peers or not ours:

@@ -135,7 +135,9 @@ def _replace_questions() -> Callable[[], None]:
     def check_build(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
         builds_headers = code == cpu_vec_isa.VecISA._avx_code
         if builds_headers and widest and _takes_widest():
-            return True  # nobody will ask for these instructions; building the headers takes 3 s
+            # The headers were built for wider instructions, of which Inductor takes the first ones
+            # that are supported. Building them takes 3 s for each kind.
+            return True
         is_supported = ask(instructions, code)
         if builds_headers and is_supported:
             widest.append(instructions)

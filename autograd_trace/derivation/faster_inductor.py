@@ -1,4 +1,4 @@
-"""Make Inductor compile a graph in less time, to the same code.
+"""Make Inductor compile a graph in less time, to the same operations.
 
 Tested with torch 2.13.0. Private names used: `torch._inductor.codecache`,
 `torch._inductor.codegen.wrapper`, `torch._inductor.dtype_propagation`,
@@ -25,6 +25,7 @@ from trainload.autograd_trace.outlining.signatures import describe
 
 _COMPILER_NICENESS = 5
 """Inductor defines the next kernels while the first ones are compiled, and should not wait."""
+_MAX_NICENESS = 19
 _KERNEL = "async_compile.cpp_pybinding("
 """Beginning of the definition of a kernel for a CPU, whose arguments are literals."""
 _LONG = 200
@@ -49,13 +50,16 @@ def kernels_started_early() -> Iterator[None]:
     Otherwise Inductor starts it for all kernels at once when the whole graph's code is written. The
     end of the context waits for the compiler.
     """
+    from torch._inductor.async_compile import get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     defining = PythonWrapperCodegen.define_kernel
+    kernels: dict[str, Any] = CppPythonBindingsCodeCache.cache
+    before = set(kernels)
 
     with ThreadPoolExecutor(
-        len(os.sched_getaffinity(0)), thread_name_prefix="kernels", initializer=_lower_priority
+        get_compile_threads(), thread_name_prefix="kernels", initializer=_lower_priority
     ) as pool:
 
         @functools.wraps(defining)
@@ -77,12 +81,15 @@ def kernels_started_early() -> Iterator[None]:
                 yield
             except BaseException:
                 pool.shutdown(cancel_futures=True)
+                for key in set(kernels) - before:
+                    del kernels[key]  # it would wait for a compiler that was not started
                 raise
 
 
 def _lower_priority() -> None:
     """Lower the priority of this thread and of the processes that it starts."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILER_NICENESS)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _COMPILER_NICENESS
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(niceness, _MAX_NICENESS))
 
 
 @contextlib.contextmanager
@@ -114,7 +121,8 @@ def duplicates_removed() -> Iterator[None]:
     Inductor computes a value with several users again for each of them until it has decided to
     store it, so a chain of `x ^ (x >> 16)` doubles with each link, in the body and in all that
     Inductor does with it. The generated code has each operation once in any case. Inductor decides
-    how to vectorise a loop by the number of its operations, so short bodies are left as they are.
+    whether to vectorise a loop by the shares of some kinds among its operations, where duplicates
+    count too, so short bodies are left as they are. A long one may be vectorised otherwise.
     """
     from torch._inductor.loop_body import LoopBodyBlock
 

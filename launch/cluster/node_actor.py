@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -103,11 +103,18 @@ class NodeActor:
         if self._prepared == work:
             return {}
         with self._lock:
+            if self._relay is not relay:  # the attempt has been ended
+                return {}
             preparer = self._preparer = self._fork(0, "prepare").serve(numbers[0], relay)
         preparer.send(Prepare(args.spec, numbers, quiet))
-        failures = _wait_for([preparer])
-        self._end_preparer()
-        self._prepared = None if failures else work
+        failures = {
+            number: replace(failure, text=f"preparing the node: {failure.text}")
+            for number, failure in _wait_for([preparer]).items()
+        }
+        preparer.kill()
+        with self._lock:
+            if self._preparer is preparer:
+                self._preparer, self._prepared = None, None if failures else work
         relay.flush()
         return failures
 
@@ -138,9 +145,10 @@ class NodeActor:
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks, also those that are stopped."""
-        at_work = [*self._ranks, self._preparer] if self._preparer is not None else self._ranks
+        with self._lock:
+            at_work = [*self._ranks, self._preparer]
         for rank in at_work:
-            if rank.number in ranks:
+            if rank is not None and rank.number in ranks:
                 rank.kill()
 
     def release(self, keep: bool) -> None:

@@ -32,13 +32,13 @@ from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
-from trainload.core.errors import CompileError, StorageError
+from trainload.core.errors import StorageError
 from trainload.launching.node.build_key import build_key, device_of, threads_of
 from trainload.launching.node.built_graphs import Built, BuiltGraph, BuiltStages, Call, Crossing
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
-from trainload.launching.node.side_by_side import ChildEnded, side_by_side
+from trainload.launching.node.side_by_side import side_by_side
 from trainload.launching.node.utilisation import Work, work_of
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
@@ -105,7 +105,7 @@ def compile_build(
         Folder of the complete build.
 
     Raises:
-        CompileError: a process that compiles a graph was killed.
+        ChildEnded: a process that compiles a graph was killed.
         StorageError: the cache is full or cannot be written.
     """
     with _no_room_told(cache_dir):
@@ -345,20 +345,12 @@ def _compile_into(
                 compiled[name] = before[name]
         if not file.exists():
             pending[name] = partial(_try_to_compile, module, file, groups)
-    try:
-        for name, (result, reason, seconds) in side_by_side(pending, processes):
-            if result is None:  # the graph runs interpreted
-                failed[name] = reason
-            else:
-                compiled[name] = result
-            on_stage(f"compile {name}", seconds)
-    except ChildEnded as ended:
-        raise CompileError(
-            "a process that compiles a graph has ended",
-            where=ended.name,
-            got=f"status {ended.status}",
-            hint="If it was killed (-9), the machine may be short of memory.",
-        ) from ended
+    for name, (result, reason, seconds) in side_by_side(pending, processes):
+        if result is None:  # the graph runs interpreted
+            failed[name] = reason
+        else:
+            compiled[name] = result
+        on_stage(f"compile {name}", seconds)
     index = {
         "graphs": {
             n: {"inputs": _spelled(g.inputs), "outputs": _spelled(g.outputs)}

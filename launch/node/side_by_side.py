@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
-from trainload.core.errors import raised
+from trainload.core.errors import TrainloadError, raised
 from trainload.core.processes import end_with_parent
 
 T = TypeVar("T")
 
 
 class ChildEnded(Exception):
-    """A forked process has ended before its function did.
+    """A forked process has ended before its function did, for example for lack of memory.
 
     Attributes:
         name: name of the function.
@@ -24,7 +27,12 @@ class ChildEnded(Exception):
     """
 
     def __init__(self, name: str, status: int) -> None:
-        super().__init__(f"{name}: its process ended with status {status}")
+        how = (
+            f"was killed by signal {-status} ({signal.Signals(-status).name})"
+            if status < 0
+            else f"ended with status {status}"
+        )
+        super().__init__(f"the process for {name} {how}")
         self.name, self.status = name, status
 
 
@@ -63,7 +71,7 @@ def side_by_side(
                 yield name, _result(name, ready, process)
     finally:
         for connection, (_, process) in running.items():
-            process.kill()
+            _kill_group(process)
             process.join()
             connection.close()
 
@@ -78,12 +86,24 @@ def _start(function: Callable[[], Any]) -> tuple[Connection, ForkProcess]:
     return ours, process
 
 
+def _kill_group(process: ForkProcess) -> None:
+    """Kill a process and those that it has started."""
+    assert process.pid is not None
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not made its group yet
+        process.kill()
+
+
 def _call(function: Callable[[], Any], connection: Connection) -> None:
     """Call a function, and send (None, its result) or (its exception, None)."""
     end_with_parent()
+    os.setpgid(0, 0)
     try:
         outcome: tuple[Exception | None, Any] = (None, function())
     except Exception as error:  # noqa: BLE001  # raised again in the parent
+        if not isinstance(error, TrainloadError):
+            traceback.print_exc()  # the parent does not have it
         outcome = (_picklable(error), None)
     connection.send_bytes(pickle.dumps(outcome))
 

@@ -22,7 +22,7 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
-from trainload.launching.worker.preparation import compiling_processes, set_threads
+from trainload.launching.worker.preparation import set_threads
 
 _LEAST_PRIORITY = 19
 
@@ -76,7 +76,6 @@ def main() -> None:
                 lambda *_: None,
                 index,
                 evaluates=spec.evaluates,
-                processes=compiling_processes(plan),
             )
 
 

@@ -26,6 +26,7 @@ from trainload.sharding.analysis.graph_nodes import (
     mode_of,
 )
 from trainload.sharding.plans.plan import DATA, REPLICATE, Bucket, Plan
+from trainload.sharding.rewriting.at_once import at_once
 
 aten = torch.ops.aten
 
@@ -279,7 +280,7 @@ class _Rewriter:
         from one to the other.
         """
         derived: set[Node] = set()
-        outputs = set(_nodes_in(self._results))
+        outputs = set(self._results)
         for node in self._body:
             sources = node.all_input_nodes
             if (
@@ -503,9 +504,9 @@ class _Rewriter:
         if Role.LOSS in by_role:
             outputs.append(Port(Role.TOTALS, "totals"))
             results.append(self._totals(by_role))
-        for port, node in by_role.get(Role.BUFFER, ()):
-            outputs.append(port)
-            results.append(self._synchronised_buffer(port, node))
+        buffers = by_role.get(Role.BUFFER, [])
+        outputs += [port for port, _ in buffers]
+        results += self._synchronised_buffers(buffers)
         for port, node in by_role.get(Role.PREDICTION, ()):
             outputs.append(port)
             results.append(node)
@@ -538,23 +539,32 @@ class _Rewriter:
             return totals
         return self._wait(self._all_reduce(totals, DATA))
 
-    def _synchronised_buffer(self, port: Port, node: Node) -> Node:
-        """Return a buffer that is equal on all ranks.
+    def _synchronised_buffers(self, buffers: Collection[tuple[Port, Node]]) -> list[Node]:
+        """Return buffers that are equal on all ranks.
 
         Floating-point buffers become the mean over the ranks (as running statistics do), or the
         first rank's; others must change in the same way on every rank.
         """
+        values = dict(buffers)
         if self._plan.data_ranks == 1:
-            return node
-        if not node.meta["val"].is_floating_point():
+            return list(values.values())
+        floating = {p: n for p, n in buffers if n.meta["val"].is_floating_point()}
+        for port in values.keys() - floating.keys():
             self._check_same_on_ranks(port)
-            return node
-        if self._plan.batch_norm == "broadcast":
-            return self._wait(
-                self._call(torch.ops._c10d_functional.broadcast.default, node, 0, DATA)
-            )
-        total = self._wait(self._all_reduce(node, DATA))
-        return self._call(aten.div.Scalar, total, self._plan.data_ranks)
+        call, ranks, sends = self._call, self._plan.data_ranks, self._plan.batch_norm == "broadcast"
+        send = torch.ops._c10d_functional.broadcast.default
+        values |= at_once(
+            floating,
+            call,
+            lambda flat: self._wait(
+                call(send, flat, 0, DATA) if sends else self._all_reduce(flat, DATA)
+            ),
+            # buffers share no memory
+            lambda part: (
+                call(aten.clone.default, part) if sends else call(aten.div.Scalar, part, ranks)
+            ),
+        )
+        return list(values.values())
 
     def _check_same_on_ranks(self, port: Port) -> None:
         """Raise PlanError if the new value of an integer buffer differs between ranks."""
@@ -588,9 +598,3 @@ class _Rewriter:
         node = append(self._graph, self._mode, target, *args, **kwargs)
         node.meta[ADDED] = True
         return node
-
-
-def _nodes_in(value: Any) -> list[Node]:
-    nodes: list[Node] = []
-    torch.fx.node.map_arg(value, lambda n: nodes.append(n))
-    return nodes

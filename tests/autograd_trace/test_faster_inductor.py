@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +22,12 @@ from torch.fx import GraphModule
 
 from trainload.autograd_trace.derivation import inductor
 from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
-from trainload.autograd_trace.derivation.faster_inductor import kernels_started_early
-from trainload.autograd_trace.derivation.inductor import compile_graph, load_compiled
+from trainload.autograd_trace.derivation.faster_inductor import _lower_priority
+from trainload.autograd_trace.derivation.inductor import (
+    NotCompiled,
+    compile_graph,
+    load_compiled,
+)
 
 LINKS = 6
 SHORTCUTS = ("dtype_rules_made_once", "duplicates_removed", "kernels_started_early")
@@ -144,13 +152,48 @@ def test_a_kernel_is_built_while_the_next_one_is_written(
     assert events.index("defined, compiler at work: True") < events.index("asked for")
 
 
-def test_no_compiler_is_left_when_a_graph_cannot_be_compiled(
+def test_a_kernel_of_a_graph_that_failed_is_built_for_the_next_one(
     cache: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache("own")
-    with pytest.raises(KeyError), kernels_started_early():
-        raise KeyError
+    defining = PythonWrapperCodegen.define_kernel
+    graph = partial(flat, lambda x: hashed(x + 11), CASES["a hash"][1])
+    busy = threading.Event()
+
+    def define_kernel(*arguments: object, **options: object) -> None:
+        defining(*arguments, **options)  # type: ignore[arg-type]
+        raise KeyError("no more")
+
+    def submit(pool: ThreadPoolExecutor, work: Callable[..., Any], *rest: Any) -> Future[Any]:
+        for _ in range(pool._max_workers):  # so that the kernel's turn does not come
+            submitting(pool, busy.wait)
+        return submitting(pool, work, *rest)
+
+    def shutdown(pool: ThreadPoolExecutor, wait: bool = True, **options: Any) -> None:
+        ending(pool, wait=False, **options)
+        busy.set()
+        ending(pool, wait=wait)
+
+    submitting, ending = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
+    with monkeypatch.context() as patch:
+        patch.setattr(PythonWrapperCodegen, "define_kernel", define_kernel)
+        patch.setattr(ThreadPoolExecutor, "submit", submit)
+        patch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+        with pytest.raises(NotCompiled, match="no more"):
+            compile_graph(graph(), tmp_path / "graph.bin", {})
     assert not [each for each in threading.enumerate() if each.name.startswith("kernels")]
+    compile_graph(graph(), tmp_path / "graph.bin", {})
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0, 5), (10, 15), (19, 19)])
+def test_the_compiler_is_nicer_than_the_process(
+    own: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(os, "getpriority", lambda *_: own)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: found.append(niceness))
+    _lower_priority()
+    assert found == [expected]
 
 
 def test_afterwards_torch_is_as_it_was(cache: Callable[[str], Path], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tests.fork_servers import end_servers
 from trainload.launching.cluster import node_actor as module
 from trainload.launching.cluster.node_actor import AttemptArgs, NodeActor
 from trainload.launching.ranks.fork_server import ServerOptions
+from trainload.launching.ranks.rank_messages import Prepare
 
 ARGS = AttemptArgs("{}", None, 1, ("here", "there", "here"))
 
@@ -81,13 +84,40 @@ def test_preparing_can_be_ended(
     actor: NodeActor, monkeypatch: pytest.MonkeyPatch, end: Callable[[NodeActor], None]
 ) -> None:
     waiting = module._wait_for
+    preparing: list[Any] = []
 
     def wait_for(ranks: Any) -> Any:
+        preparing.extend(ranks)
         end(actor)
         return waiting(ranks)
 
+    def send(rank: Any, message: object) -> None:
+        """Stop a process that is to prepare the node, which would fail otherwise."""
+        if isinstance(message, Prepare):
+            os.kill(rank.pid, signal.SIGSTOP)
+        sending(rank, message)
+
+    sending = module._Rank.send
+    monkeypatch.setattr(module._Rank, "send", send)
     monkeypatch.setattr(module, "_wait_for", wait_for)
-    assert list(actor.prepare(ARGS, quiet=True)) == [0]
+    (failure,) = actor.prepare(ARGS, quiet=True).values()
+    assert failure.died
+    assert failure.text.startswith("preparing the node: killed by signal 9")
+    (preparer,) = preparing
+    assert preparer.child.exit_status(0) == -signal.SIGKILL
+
+
+def test_an_attempt_that_has_been_ended_prepares_nothing(
+    actor: NodeActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparing = module._comparable
+
+    def end_and_compare(spec: str) -> str:
+        actor.release(keep=True)
+        return comparing(spec)
+
+    monkeypatch.setattr(module, "_comparable", end_and_compare)
+    assert actor.prepare(ARGS, quiet=True) == {}
 
 
 def kill_and_release(actor: NodeActor) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,14 @@ class UnsendableError(Exception):
 
 def fail(error: Exception) -> int:
     raise error
+
+
+def runs(pid: int) -> bool:
+    """Return True if a process has neither ended nor been killed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5])
@@ -80,13 +90,21 @@ def test_a_process_that_was_killed_is_named() -> None:
     with pytest.raises(ChildEnded) as raised:
         dict(side_by_side({"train": kill}, 2))
     assert (raised.value.name, raised.value.status) == ("train", -signal.SIGKILL)
+    assert str(raised.value) == "the process for train was killed by signal 9 (SIGKILL)"
 
 
-def test_a_failure_ends_the_other_processes() -> None:
+def test_an_exception_is_printed_where_it_was_raised(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no"):
+        dict(side_by_side({"a": partial(fail, ValueError("no"))}, 2))
+    assert "in fail\n    raise error\nValueError: no" in capfd.readouterr().err
+
+
+def test_a_failure_ends_the_other_processes_and_what_they_have_started() -> None:
     reading, writing = get_context("fork").Pipe(duplex=False)
 
     def wait() -> None:
-        writing.send(this_process())
+        compiler = subprocess.Popen(["sleep", "1000"])
+        writing.send((this_process(), compiler.pid))
         threading.Event().wait()
 
     def fail_later() -> None:
@@ -96,4 +114,6 @@ def test_a_failure_ends_the_other_processes() -> None:
 
     with pytest.raises(ValueError, match="no"):
         dict(side_by_side({"a": wait, "b": fail_later}, 2))
-    assert has_ended(reading.recv())
+    process, compiler = reading.recv()
+    assert has_ended(process)
+    assert not runs(compiler)
