@@ -16,9 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.outlining.masks import PACKED
-from trainload.autograd_trace.outlining.signatures import is_size
+from trainload.autograd_trace.outlining.signatures import argument, is_size
 from trainload.capture.operators import body_at
 
+aten = torch.ops.aten
 CALL = torch.ops.higher_order.invoke_subgraph
 """The operator that calls a region: (body, identifier, *operands) -> results."""
 
@@ -42,6 +43,10 @@ class _Numbering:
         self._numbers: dict[Hashable, int] = {}
         self._conversions: dict[Hashable, tuple[Hashable, torch.dtype]] = {}
         """Number of a converted tensor -> the number of the tensor, its dtype."""
+        self._parts: dict[Hashable, tuple[Hashable, int]] = {}
+        """Number of a part of a flat tensor -> the number of the tensor, the part's start."""
+        self._collections: dict[Hashable, tuple[Hashable, ...]] = {}
+        """Number of a flat tensor that was collected from others -> their numbers."""
 
     def outputs(
         self, module: GraphModule, operands: Sequence[Hashable] | None = None
@@ -82,9 +87,15 @@ class _Numbering:
         return self._numbers.setdefault(expression, len(self._numbers))
 
     def _computed(self, node: Node, values: dict[Node, Hashable]) -> Hashable:
-        """Return the number of an operator's result. A mask that was packed and unpacked is the
-        mask.
+        """Return the number of an operator's result.
+
+        A mask that was packed and unpacked is the mask, a part of a part of a flat tensor is a part
+        of it, and what was collected in two steps was collected in one.
         """
+        if node.target is aten.slice.Tensor and _is_plain_part(node):
+            return self._part(node, values)
+        if node.target is aten.cat.default and _is_plain_collection(node):
+            return self._collection(node, values)
         number = self._number((node.target, _form(node.args, values), _form(node.kwargs, values)))
         if node.target is torch.ops.aten._to_copy.default:
             source: Any = node.args[0]
@@ -100,6 +111,39 @@ class _Numbering:
             if source is not dtype:
                 return number
         return value
+
+    def _part(self, node: Node, values: dict[Node, Hashable]) -> Hashable:
+        source: Any = node.args[0]
+        whole, before = self._parts.get(values[source], (values[source], 0))
+        start = before + argument(node, 2, 0)
+        number = self._number(("part", whole, start, node.meta["val"].shape[0]))
+        self._parts[number] = (whole, start)
+        return number
+
+    def _collection(self, node: Node, values: dict[Node, Hashable]) -> Hashable:
+        entries: Any = node.args[0]
+        numbers = [values[entry] for entry in entries]
+        parts = tuple(part for n in numbers for part in self._collections.get(n, (n,)))
+        number = self._number(("collection", *parts))
+        self._collections[number] = parts
+        return number
+
+
+def _is_plain_part(node: Node) -> bool:
+    """Return True if a slice is a contiguous part of static size of a flat tensor."""
+    source: Any = node.args[0]
+    start, step = argument(node, 2, 0), argument(node, 4, 1)
+    sizes = [*source.meta["val"].shape, *node.meta["val"].shape]
+    is_static = all(isinstance(size, int) for size in (*sizes, start))
+    return len(sizes) == 2 and is_static and start >= 0 and bool(step == 1)
+
+
+def _is_plain_collection(node: Node) -> bool:
+    """Return True if flat tensors of one dtype are collected."""
+    entries: Any = node.args[0]
+    values = [entry.meta["val"] for entry in entries]
+    is_first = bool(argument(node, 1, 0) == 0)
+    return is_first and {(v.ndim, v.dtype) for v in values} == {(1, values[0].dtype)}
 
 
 def _form(arguments: Any, values: dict[Node, Hashable]) -> Hashable:

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from trainload.autograd_trace.outlining.body import make_body, returned_masks
 from trainload.autograd_trace.outlining.equality import CALL, differing_output
 from trainload.autograd_trace.outlining.find_regions import Region, find_regions
+from trainload.autograd_trace.outlining.fold import fold
 from trainload.autograd_trace.outlining.masks import is_mask, packed_value, unpack
 from trainload.autograd_trace.outlining.signatures import is_size
 from trainload.capture.operators import is_collective, is_overload
@@ -77,6 +78,7 @@ def outline(module: GraphModule) -> Outlined:
     if written is not None:
         raise NotOutlined(f"{written.target} writes to its operand, so calls may not be reordered")
     outlined = _Outliner(module, regions).run()
+    fold(outlined)
     differing = differing_output(module, outlined)
     if differing is not None:
         raise NotOutlined(f"output {differing} of the outlined graph would be another expression")

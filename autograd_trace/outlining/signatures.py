@@ -73,6 +73,11 @@ def operands_of(node: Node) -> list[Node]:
     return operands
 
 
+def argument(node: Node, place: int, default: Any) -> Any:
+    """Return a positional argument of a node, or the operator's default."""
+    return node.args[place] if len(node.args) > place else default
+
+
 def describe(value: Any) -> Hashable:
     """Return what a compiled region depends on in an operand: dtype, device, shape, strides and, on
     accelerators, the alignment of what is not a single number.

@@ -388,4 +388,12 @@ TRAINING: tuple[Mutation, ...] = (
         "        pass\n",
         "../autograd_trace/outlining/test_outline.py::test_layers_with_different_numbers_stay_apart",
     ),
+    Mutation(
+        2,
+        "parts of one start are one expression",
+        "autograd_trace/outlining/equality.py",
+        "        start = before + argument(node, 2, 0)\n",
+        "        start = argument(node, 2, 0)\n",
+        "../autograd_trace/outlining/test_fold.py",
+    ),
 )

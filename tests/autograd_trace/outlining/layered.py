@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -56,7 +57,8 @@ def graph_of(
 
     def step(flat: Tensor, batch: Tensor, key: Tensor) -> tuple[Tensor, ...]:
         shapes = [(WIDTH,), *[(WIDTH, WIDTH), (WIDTH,)] * layers]
-        pieces = torch.functional.split(flat, [math.prod(shape) for shape in shapes])
+        ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
+        pieces = [flat[start:end] for start, end in itertools.pairwise(ends)]
         parameters = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         if not trains:
             return (loss(parameters, batch, key),)
