@@ -146,7 +146,7 @@ def _slice_in_body(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a result goes: the flat tensor that is made of it and others, its index among these,
+    """Destination of a result: the flat tensor that is made of it and others, its index among them,
     and the views by which it becomes flat, one of another.
     """
 

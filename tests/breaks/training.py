@@ -394,6 +394,7 @@ TRAINING: tuple[Mutation, ...] = (
         "autograd_trace/outlining/equality.py",
         "        start = before + argument(node, 2, 0)\n",
         "        start = argument(node, 2, 0)\n",
-        "../autograd_trace/outlining/test_fold.py",
+        "../autograd_trace/outlining/test_fold.py"
+        "::test_parts_and_collections_are_compared_by_what_they_are",
     ),
 )
