@@ -92,9 +92,9 @@ class _Numbering:
         A mask that was packed and unpacked is the mask, a part of a part of a flat tensor is a part
         of it, and what was collected in two steps was collected in one.
         """
-        if node.target is aten.slice.Tensor and _is_plain_part(node):
+        if is_part(node):
             return self._part(node, values)
-        if node.target is aten.cat.default and _is_plain_collection(node):
+        if is_collection(node):
             return self._collection(node, values)
         number = self._number((node.target, _form(node.args, values), _form(node.kwargs, values)))
         if node.target is torch.ops.aten._to_copy.default:
@@ -129,8 +129,10 @@ class _Numbering:
         return number
 
 
-def _is_plain_part(node: Node) -> bool:
-    """Return True if a slice is a contiguous part of static size of a flat tensor."""
+def is_part(node: Node) -> bool:
+    """Return True if a node is a contiguous part of a flat tensor, both of static size."""
+    if node.target is not aten.slice.Tensor:
+        return False
     source: Any = node.args[0]
     start, step = argument(node, 2, 0), argument(node, 4, 1)
     sizes = [*source.meta["val"].shape, *node.meta["val"].shape]
@@ -138,8 +140,10 @@ def _is_plain_part(node: Node) -> bool:
     return len(sizes) == 2 and is_static and start >= 0 and bool(step == 1)
 
 
-def _is_plain_collection(node: Node) -> bool:
-    """Return True if flat tensors of one dtype are collected."""
+def is_collection(node: Node) -> bool:
+    """Return True if a node collects flat tensors of one dtype in a flat tensor."""
+    if node.target is not aten.cat.default:
+        return False
     entries: Any = node.args[0]
     values = [entry.meta["val"] for entry in entries]
     is_first = bool(argument(node, 1, 0) == 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graph_calls import append
-from trainload.autograd_trace.outlining.equality import CALL
+from trainload.autograd_trace.outlining.equality import CALL, is_collection, is_part
 from trainload.autograd_trace.outlining.signatures import argument, operands_of
 
 aten = torch.ops.aten
@@ -82,11 +82,7 @@ def _piece_of(node: Node) -> _Piece | None:
     if node.target in _VIEWS and operands_of(node) == [source]:
         piece = _piece_of(source)
         return piece and replace(piece, views=(*piece.views, node))
-    if node.target is not aten.slice.Tensor:
-        return None
-    start, step = argument(node, 2, 0), argument(node, 4, 1)
-    is_part = source.meta["val"].ndim == 1 and isinstance(start, int) and start >= 0 and step == 1
-    return _Piece(source, start, value.numel()) if is_part else None
+    return _Piece(source, argument(node, 2, 0), value.numel()) if is_part(node) else None
 
 
 def _merge_operands(body: Graph, calls: Sequence[Node]) -> None:
@@ -168,6 +164,8 @@ def _join_results(body: Graph, calls: Sequence[Node]) -> None:
         if len(known) == len(calls) and len({_text_of(place.views) for place in known}) == 1:
             places[index] = known
     runs = [run for run in _runs(places) if len(run) > 1]
+    if not runs:
+        return
     joined = {index for run in runs for index in run}
     kept = [index for index in range(len(returned)) if index not in joined]
     with body.inserting_before(output):
@@ -206,10 +204,8 @@ def _place_of(result: Node) -> _Place | None:
             entry = user
             views.append(user)
             continue
-        if user.target is not aten.cat.default or argument(user, 1, 0) != 0:
-            return None
         entries: Any = user.args[0]
-        if entries.count(entry) != 1:
+        if not is_collection(user) or entries.count(entry) != 1:
             return None
         return _Place(user, entries.index(entry), entry, tuple(views))
     return None

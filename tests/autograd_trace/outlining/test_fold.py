@@ -128,6 +128,22 @@ def test_parameters_at_other_distances_stay_apart() -> None:
     assert_equal(flat, module)
 
 
+def test_rows_that_the_model_collects_stay_apart() -> None:
+    def step(weights: Tensor, biases: Tensor, batch: Tensor, key: Tensor) -> Sequence[Tensor]:
+        x, rows = batch, list[Tensor]()
+        random = RandomKey(key, torch.zeros((), dtype=torch.int64), len(batch))
+        for number in range(LAYERS):
+            weight, bias = two(weights, biases, number)
+            x = block(x, weight, bias, random, number)
+            rows += [torch.tanh(x), torch.sin(x)]
+        return [torch.cat(rows), torch.cat([each.flatten() for each in rows[::2]])]
+
+    flat: GraphModule = make_fx(step, tracing_mode="fake")(*bucket_inputs())
+    module = outlined(flat)
+    assert len(calls(module)) == LAYERS
+    assert_equal(flat, module)
+
+
 def test_a_slice_at_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     slicing = folding._slice_in_body
 
