@@ -29,7 +29,7 @@ import trainload  # noqa: E402
 from trainload.freezing.load_job import load_job  # noqa: E402
 
 CLIP_NORM = 1.0
-"""Of the example's job."""
+"""Maximum norm of the gradient in the example's job."""
 Batch = dict[str, Tensor]
 
 

@@ -17,7 +17,7 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from torch._inductor import codecache, config, cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from trainload.capture.source.patched import replaced
 from trainload.core.atomic import replace_file
 from trainload.core.logs import logged_suppress
 from trainload.core.processes import end_with_parent
@@ -62,10 +63,10 @@ def remembered_answers() -> Iterator[None]:
 def asking_ahead(device: torch.device, *, forks: bool = False) -> Iterator[None]:
     """Ask the compiler, in the background, what every graph for this device asks it.
 
-    Otherwise Inductor waits for the answers when it defines the first kernel of a node: for two to
-    four builds of the probe of vector instructions, and for torch's headers to be precompiled. The
-    end of the context waits for the background, whose errors are logged: whatever fails is asked
-    again by the graph that needs it.
+    Otherwise Inductor waits for the answers when it defines the first kernel of a node: for builds
+    of the probe of vector instructions, and for torch's headers to be precompiled. The end of the
+    context waits for the background, whose errors are logged: whatever fails is asked again by the
+    graph that needs it.
 
     Args:
         device: device of the graphs.
@@ -113,7 +114,7 @@ class _Users:
         """Add a thread."""
         with self._lock:
             if self._number == 0:
-                self._restore.callback(_replace_questions())
+                self._restore.enter_context(_replaced_questions())
             self._number += 1
 
     def remove(self) -> None:
@@ -127,20 +128,21 @@ class _Users:
 _users = _Users()
 
 
-def _replace_questions() -> Callable[[], None]:
-    """Replace torch's functions that ask the compiler. Returns a function that restores them."""
+@contextlib.contextmanager
+def _replaced_questions() -> Iterator[None]:
+    """Replace torch's functions that ask the compiler within the context."""
     probing, precompiling = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
-    widest: list[cpu_vec_isa.VecISA] = []
+    has_built_headers = False
 
     def check_build(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
+        nonlocal has_built_headers
         builds_headers = code == cpu_vec_isa.VecISA._avx_code
-        if builds_headers and widest and _takes_widest():
+        if builds_headers and has_built_headers and _takes_widest():
             # The headers were built for wider instructions, of which Inductor takes the first ones
             # that are supported. Building them takes 3 s for each kind.
             return True
         is_supported = ask(instructions, code)
-        if builds_headers and is_supported:
-            widest.append(instructions)
+        has_built_headers |= builds_headers and is_supported
         return is_supported
 
     def ask(instructions: cpu_vec_isa.VecISA, code: str) -> bool:
@@ -159,13 +161,11 @@ def _replace_questions() -> Callable[[], None]:
             _remember(path, header, hashable_cmd_line)
         return path
 
-    def restore() -> None:
-        cpu_vec_isa.VecISA.check_build = probing  # type: ignore[method-assign]
-        codecache._precompile_header = precompiling
-
-    cpu_vec_isa.VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
-    codecache._precompile_header = precompile_header  # type: ignore[assignment]
-    return restore
+    with (
+        replaced(cpu_vec_isa.VecISA, "check_build", check_build),
+        replaced(codecache, "_precompile_header", precompile_header),
+    ):
+        yield
 
 
 def _takes_widest() -> bool:

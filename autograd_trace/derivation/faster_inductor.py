@@ -1,8 +1,8 @@
 """Make Inductor compile a graph in less time, to the same operations.
 
-Tested with torch 2.13.0. Private names used: `torch._inductor.codecache`,
-`torch._inductor.codegen.wrapper`, `torch._inductor.dtype_propagation`,
-`torch._higher_order_ops.utils`.
+Tested with torch 2.13.0. Private names used: `torch._inductor.async_compile`,
+`torch._inductor.codecache`, `torch._inductor.codegen.wrapper`,
+`torch._inductor.dtype_propagation`, `torch._inductor.loop_body`, `torch._higher_order_ops.utils`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.signatures import describe
+from trainload.capture.source.patched import replaced
 
 _COMPILER_NICENESS = 5
 """Inductor defines the next kernels while the first ones are compiled, and should not wait."""
@@ -76,7 +77,7 @@ def kernels_started_early() -> Iterator[None]:
                 )
             defining(wrapper, name, body, *args, **options)
 
-        with _replaced(PythonWrapperCodegen, define_kernel=define_kernel):
+        with replaced(PythonWrapperCodegen, "define_kernel", define_kernel):
             try:
                 yield
             except BaseException:
@@ -110,7 +111,7 @@ def dtype_rules_made_once() -> Iterator[None]:
             making(rules)
             is_made = True
 
-    with _replaced(Rules, __init__=make_once):
+    with replaced(Rules, "__init__", make_once):
         yield
 
 
@@ -134,7 +135,7 @@ def duplicates_removed() -> Iterator[None]:
         if len(block.graph.nodes) > _LONG:
             _remove_duplicates(block.graph)
 
-    with _replaced(LoopBodyBlock, __init__=record):
+    with replaced(LoopBodyBlock, "__init__", record):
         yield
 
 
@@ -192,16 +193,3 @@ def shapes_of_first_call() -> Iterator[None]:
         yield
     finally:
         functions[CALL] = computing
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
-    """Replace functions of a class within the context."""
-    before = {name: getattr(owner, name) for name in functions}
-    for name, function in functions.items():
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(owner, name, function)

@@ -2,8 +2,7 @@
 
 Tested with torch 2.13.0. Private names used: `torch._inductor.standalone_compile`,
 `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
-`torch._inductor.scheduler`, `torch.utils._pytree`,
-`Graph._codegen`.
+`torch._inductor.scheduler`, `torch.utils._pytree`, `Graph._codegen`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
 from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.capture.source.patched import replaced
 from trainload.core.errors import raised
 
 _log = logging.getLogger(__name__)
@@ -164,11 +164,8 @@ def _in_order() -> Iterator[None]:
         computing(node, *args, **kwargs)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = recompute  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(SchedulerNode, "recompute_size_and_body", recompute):
         yield
-    finally:
-        SchedulerNode.recompute_size_and_body = computing  # type: ignore[method-assign]
 
 
 def compile_ahead(exported: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
