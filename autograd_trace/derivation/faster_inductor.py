@@ -2,7 +2,8 @@
 
 Tested with torch 2.13.0. Private names used: `torch._inductor.async_compile`,
 `torch._inductor.codecache`, `torch._inductor.codegen.wrapper`,
-`torch._inductor.dtype_propagation`, `torch._inductor.loop_body`, `torch._higher_order_ops.utils`.
+`torch._inductor.dtype_propagation`, `torch._inductor.fx_utils`, `torch._inductor.loop_body`,
+`torch._higher_order_ops.utils`.
 """
 
 from __future__ import annotations
@@ -193,3 +194,26 @@ def shapes_of_first_call() -> Iterator[None]:
         yield
     finally:
         functions[CALL] = computing
+
+
+@contextlib.contextmanager
+def results_kept_in_passes() -> Iterator[None]:
+    """Keep the fake results of regions whose graphs no pass of Inductor has changed.
+
+    After some of its passes Inductor computes the fake results of changed nodes again. To find the
+    changed regions it compares their fake results with those before, and in torch 2.13 finds that
+    a tensor differs from itself, so the results of all calls are computed again.
+    """
+    from torch._inductor import fx_utils
+
+    comparing: Any = getattr(fx_utils, "_is_fake_tensor_same", None)
+    if comparing is None:  # torch 2.11 does not look into regions
+        yield
+        return
+
+    @functools.wraps(comparing)
+    def is_same(new: Any, old: Any, *arguments: Any, **options: Any) -> bool:
+        return new is old or bool(comparing(new, old, *arguments, **options))
+
+    with replaced(fx_utils, "_is_fake_tensor_same", is_same):
+        yield

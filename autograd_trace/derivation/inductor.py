@@ -33,6 +33,7 @@ from trainload.autograd_trace.derivation.faster_inductor import (
     dtype_rules_made_once,
     duplicates_removed,
     kernels_started_early,
+    results_kept_in_passes,
     shapes_of_first_call,
 )
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
@@ -136,6 +137,7 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
                 stack.enter_context(kernels_started_early())
             if any(node.target is CALL for node in module.graph.nodes):
                 stack.enter_context(shapes_of_first_call())
+                stack.enter_context(results_kept_in_passes())
             artifact = torch._inductor.standalone_compile(
                 module, inputs, dynamic_shapes="from_graph", options={}, aot=True
             )

@@ -89,11 +89,13 @@ class _Numbering:
     def _computed(self, node: Node, values: dict[Node, Hashable]) -> Hashable:
         """Return the number of an operator's result.
 
-        A mask that was packed and unpacked is the mask, a part of a part of a flat tensor is a part
-        of it, and what was collected in two steps was collected in one.
+        A mask that was packed and unpacked is the mask, a part or an element of a part of a flat
+        tensor is one of the tensor, and what was collected in two steps was collected in one.
         """
         if is_part(node):
             return self._part(node, values)
+        if is_element(node):
+            return self._element(node, values)
         if is_collection(node):
             return self._collection(node, values)
         number = self._number((node.target, _form(node.args, values), _form(node.kwargs, values)))
@@ -120,6 +122,11 @@ class _Numbering:
         self._parts[number] = (whole, start)
         return number
 
+    def _element(self, node: Node, values: dict[Node, Hashable]) -> Hashable:
+        source: Any = node.args[0]
+        whole, before = self._parts.get(values[source], (values[source], 0))
+        return self._number(("element", whole, before + node.args[2]))  # type: ignore[operator]
+
     def _collection(self, node: Node, values: dict[Node, Hashable]) -> Hashable:
         entries: Any = node.args[0]
         numbers = [values[entry] for entry in entries]
@@ -138,6 +145,16 @@ def is_part(node: Node) -> bool:
     sizes = [*source.meta["val"].shape, *node.meta["val"].shape]
     is_static = all(isinstance(size, int) for size in (*sizes, start))
     return len(sizes) == 2 and is_static and start >= 0 and bool(step == 1)
+
+
+def is_element(node: Node) -> bool:
+    """Return True if a node is one element of a flat tensor of static size."""
+    if node.target is not aten.select.int:
+        return False
+    source: Any = node.args[0]
+    index: Any = node.args[2]
+    sizes = source.meta["val"].shape
+    return len(sizes) == 1 and all(isinstance(n, int) for n in (*sizes, index)) and index >= 0
 
 
 def is_collection(node: Node) -> bool:

@@ -1,25 +1,26 @@
 """Let a call receive and return one tensor in place of many slices of one.
 
 A plan keeps the parameters of a bucket in one flat tensor and collects their gradients in another.
-Each parameter would be a slice and a view in the outer graph, and each gradient a result and a
-copy, for every layer. Parameters at equal distances become one operand, which the body slices;
-gradients that are side by side in one flat tensor become one result.
+Each parameter would be a slice in the outer graph, and each gradient a result and a copy, for every
+layer. Parameters at equal distances become one operand, which the body slices; gradients that are
+side by side in one flat tensor become one result. So do the elements of a vector of scalars, such
+as the sites of a layer's random operators.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graph_calls import append
-from trainload.autograd_trace.outlining.equality import CALL, is_collection, is_part
+from trainload.autograd_trace.outlining.equality import CALL, is_collection, is_element, is_part
 from trainload.autograd_trace.outlining.signatures import argument, operands_of
+from trainload.autograd_trace.outlining.views import take_in_views
 
 aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -46,6 +47,7 @@ def fold(module: GraphModule) -> None:
         calls.setdefault(str(call.args[1]), []).append(call)
     for name, those in calls.items():
         body: GraphModule = getattr(module, name)
+        take_in_views(body.graph, those)
         _merge_operands(body.graph, those)
         _join_results(body.graph, those)
         body.graph.eliminate_dead_code()
@@ -61,41 +63,35 @@ def fold(module: GraphModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A contiguous part of a flat tensor: its first element, the number of elements, and the views
-    of it, one of another, with their arguments.
+    """A contiguous part of a flat tensor, or one element of it: the first element, the number of
+    elements, and whether it is a part of one dim.
     """
 
     whole: Node
     start: int
     length: int
-    views: tuple[Node, ...] = ()
+    is_part: bool
 
 
 def _piece_of(node: Node) -> _Piece | None:
-    """Return the part of a flat tensor that a node is a view of; None if it is none of static
-    size.
-    """
-    value = node.meta["val"]
-    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+    """Return the piece of a flat tensor of static size that a node is; None if it is none."""
+    if not is_part(node) and not is_element(node):
         return None
-    source: Any = argument(node, 0, None)
-    if node.target in _VIEWS and operands_of(node) == [source]:
-        piece = _piece_of(source)
-        return piece and replace(piece, views=(*piece.views, node))
-    return _Piece(source, argument(node, 2, 0), value.numel()) if is_part(node) else None
+    source: Any = node.args[0]
+    return _Piece(source, argument(node, 2, 0), node.meta["val"].numel(), is_part(node))
 
 
 def _merge_operands(body: Graph, calls: Sequence[Node]) -> None:
-    """Pass the hull of parts of one flat tensor whose distances are the same in all calls."""
+    """Pass the hull of pieces of one flat tensor whose distances are the same in all calls."""
     inputs = body.find_nodes(op="placeholder")
     groups: dict[Hashable, list[tuple[int, list[_Piece]]]] = {}
     for index, operands in enumerate(zip(*(call.args[2:] for call in calls), strict=True)):
-        pieces = [_piece_of(each) for each in operands if isinstance(each, Node)]
+        pieces = [_piece_of(each) for each in operands]
         found = [piece for piece in pieces if piece is not None]
         if len(found) == len(calls):
             wholes = tuple(piece.whole for piece in found)
             shifts = tuple(piece.start - found[0].start for piece in found)
-            if len({_text_of(piece.views) for piece in found}) == 1:
+            if len({piece.is_part for piece in found}) == 1:
                 groups.setdefault((wholes, shifts), []).append((index, found))
     merged = [group for group in groups.values() if len(group) > 1]
     gone = {index for group in merged for index, _ in group}
@@ -133,8 +129,12 @@ def _slice_in_body(
     with body.inserting_before(first):
         for node, piece in inputs:
             start = piece.start - low
-            part = _slice(body, hull, start, start + piece.length)
-            node.replace_all_uses_with(_viewed(body, part, piece.views))
+            if piece.is_part:
+                inner = _slice(body, hull, start, start + piece.length)
+            else:
+                mode = hull.meta["val"].fake_mode
+                inner = append(body, mode, aten.select.int, hull, 0, start)
+            node.replace_all_uses_with(inner)
 
 
 # Results
@@ -163,7 +163,7 @@ def _join_results(body: Graph, calls: Sequence[Node]) -> None:
         known = [place for place in found if place is not None]
         if len(known) == len(calls) and len({_text_of(place.views) for place in known}) == 1:
             places[index] = known
-    runs = [run for run in _runs(places) if len(run) > 1]
+    runs = [run for run in _runs(places) if len(run) > 1 or places[run[0]][0].views]
     if not runs:
         return
     joined = {index for run in runs for index in run}
@@ -235,6 +235,8 @@ def _are_adjacent(one: Sequence[_Place], other: Sequence[_Place]) -> bool:
 def _join(body: Graph, results: Iterable[tuple[Node, Sequence[Node]]]) -> Node:
     """Append the flat tensor of results, of each of which some views are taken."""
     parts = [_viewed(body, result, views) for result, views in results]
+    if len(parts) == 1:
+        return parts[0]
     return append(body, parts[0].meta["val"].fake_mode, aten.cat.default, parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ _ALIASES = frozenset(
         "alias",
         "detach",
         "lift_fresh",
-        "reshape",
-        "contiguous",
-        "to",
     }
 )
-"""Operators that may return their operand's memory although their schema does not say so for every
+"""Operators that return their operand's memory although their schema does not say so for every
 overload.
 """
+_MAY_COPY = frozenset({"reshape", "contiguous", "to"})
+"""Operators that return their operand's memory, or a copy if they must."""
 _ALIGNMENT = 16
 """Bytes to which Inductor assumes that operands are aligned, if the first ones are."""
 
@@ -58,12 +57,21 @@ def is_size(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Return True if a node's value may share memory with one that it reads."""
-    if node.target is operator.getitem:
+    return _is_view_or_among(_ALIASES | _MAY_COPY, node)
+
+
+def is_view(node: Node) -> bool:
+    """Return True if a node's value shares memory with one that it reads, always."""
+    return _is_view_or_among(_ALIASES, node)
+
+
+def _is_view_or_among(names: Set[str], node: Node) -> bool:
+    """Return True if a node's value is of an operator that is a view or has one of the names."""
+    while node.target is operator.getitem:
         source: Any = node.args[0]
-        return may_alias(source)
-    return is_overload(node.target) and (
-        node.target.is_view or node.target.overloadpacket.__name__ in _ALIASES
-    )
+        node = source
+    target = node.target
+    return is_overload(target) and (target.is_view or target.overloadpacket.__name__ in names)
 
 
 def operands_of(node: Node) -> list[Node]:

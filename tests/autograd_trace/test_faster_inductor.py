@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.autograd_trace.outlining.layered import graph_of
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.fx_utils import FakeTensorUpdater
+from torch._inductor.graph import GraphLowering
 from torch._inductor.loop_body import LoopBodyBlock
 from torch.fx import GraphModule
 
@@ -28,6 +31,7 @@ from trainload.autograd_trace.derivation.inductor import (
     compile_graph,
     load_compiled,
 )
+from trainload.autograd_trace.outlining.outline import outline
 
 LINKS = 6
 SHORTCUTS = ("dtype_rules_made_once", "duplicates_removed", "kernels_started_early")
@@ -183,6 +187,34 @@ def test_a_kernel_of_a_graph_that_failed_is_built_for_the_next_one(
             compile_graph(graph(), tmp_path / "graph.bin", {})
     assert not [each for each in threading.enumerate() if each.name.startswith("kernels")]
     compile_graph(graph(), tmp_path / "graph.bin", {})
+
+
+def test_results_of_regions_that_no_pass_has_changed_are_kept(
+    cache: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache("own")
+    module = graph_of(3)
+    inductor.prepare_graph(module)
+    outlined = outline(module).module
+    computed: list[tuple[int, int]] = []
+    updating = FakeTensorUpdater.incremental_update
+
+    def update(updater: FakeTensorUpdater) -> int:
+        nodes = updater.gm.graph.nodes
+        changed = sum(updater.hash_node(node) not in updater.processed_hashes for node in nodes)
+        updated = updating(updater)
+        computed.append((changed, updated))
+        return updated
+
+    def stop(*_: object) -> None:
+        raise KeyError("the passes are over")
+
+    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", update)
+    monkeypatch.setattr(GraphLowering, "run", stop)
+    with pytest.raises(NotCompiled, match="the passes are over"):
+        inductor._compile(outlined, tmp_path / "graph.bin", {})
+    assert any(not changed for changed, _ in computed)
+    assert all(changed or not updated for changed, updated in computed)
 
 
 @pytest.mark.parametrize(("own", "expected"), [(0, 5), (10, 15), (19, 19)])

@@ -30,6 +30,12 @@ def block(x: Tensor, weight: Tensor, bias: Tensor, key: RandomKey, number: int) 
     return x + torch.where(keep, hidden * 1.5, torch.zeros(()))
 
 
+def heads(x: Tensor, weight: Tensor, bias: Tensor, key: RandomKey, number: int) -> Tensor:
+    """A block whose values are split and transposed."""
+    first, second = block(x, weight, bias, key, number).view(ROWS, 2, -1).transpose(0, 1).unbind()
+    return x + torch.cat([first.t() @ second, second.t() @ first], 1)[: x.shape[0]]
+
+
 def inputs(layers: int, seed: int = 0) -> list[Tensor]:
     """Return a flat tensor of all parameters, a batch, and the key of random numbers."""
     generator = torch.Generator().manual_seed(seed)

@@ -171,6 +171,7 @@ def traced(function: Any) -> GraphModule:
 
 EQUAL = {
     "a part of a part": (lambda x, y: [x[2:10][1:4]], lambda x, y: [x[3:6]]),
+    "an element of a part": (lambda x, y: [x[2:10][1]], lambda x, y: [x[3]]),
     "a collection of collections": (
         lambda x, y: [torch.cat([y, torch.cat([x, y]), x])],
         lambda x, y: [torch.cat([y, x, y, x])],
@@ -179,6 +180,8 @@ EQUAL = {
 DIFFERENT = {
     "parts of one length": (lambda x, y: [x[2:10][1:4]], lambda x, y: [x[2:5]]),
     "parts of one start": (lambda x, y: [x[2:10][1:4]], lambda x, y: [x[3:7]]),
+    "elements of a part": (lambda x, y: [x[2:10][2]], lambda x, y: [x[3]]),
+    "an element and a part of one": (lambda x, y: [x[3:4].sum()], lambda x, y: [x[3].sum()]),
     "parts of others": (lambda x, y: [x[0:2]], lambda x, y: [y[0:2]]),
     "steps": (lambda x, y: [x[0:6:2]], lambda x, y: [x[0:3]]),
     "the order of a collection": (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.autograd_trace.outlining.layered import WIDTH, Layer, block, graph_of, inputs
+from tests.autograd_trace.outlining.layered import WIDTH, Layer, block, graph_of, heads, inputs
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -124,7 +124,7 @@ def skipping(x: Tensor, weight: Tensor, bias: Tensor, key: RandomKey, number: in
     return block(inner, weight.t(), bias, key, number + 100) + x.flip(0)
 
 
-LAYERS: list[Layer] = [block, odd, short, skipping]
+LAYERS: list[Layer] = [block, odd, short, skipping, heads]
 
 
 @settings(max_examples=15, deadline=None)
