@@ -86,7 +86,7 @@ def test_a_view_that_the_graph_returns_is_computed_for_it() -> None:
     flat = graph_of(LAYERS, layer)
     (output,) = flat.graph.find_nodes(op="output")
     turned = flat.graph.find_nodes(op="call_function", target=aten.t.default)[-1]
-    output.args = ((*output.args[0], turned),)  # type: ignore[misc]
+    output.args = ((*output.args[0], turned),)
     module = outlined(flat)
     assert calls(module)
     assert_equal(flat, module)

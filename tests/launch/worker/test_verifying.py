@@ -32,6 +32,7 @@ from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CompileError
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.run.journal import Event, read_events
+from trainload.launching.worker import rounding
 from trainload.launching.worker import verify_build as verifying
 from trainload.launching.worker.loop import GRAPHS
 from trainload.packaging.package import Package
@@ -231,7 +232,7 @@ def test_what_rounding_explains_is_measured_once_for_a_graph(
     small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
-    runs = verifying.rounded_runs
+    runs = rounding.rounded_runs
 
     def counted(module: GraphModule, *arguments: Any, **options: Any) -> Any:
         measured.append(id(module))
