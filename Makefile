@@ -80,6 +80,7 @@ compat: env
 
 grid: env
 	$(BIN)/python -m tests.grid.run
+	$(BIN)/python -m tests.grid.run --outlined
 
 hostile: env
 	$(BIN)/python -m tests.hostile.table

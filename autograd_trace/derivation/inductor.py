@@ -43,6 +43,7 @@ from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
 from trainload.autograd_trace.recompute.hold import hold_back
+from trainload.capture.operators import is_collective
 from trainload.capture.source.patched import replaced
 from trainload.core.errors import raised
 
@@ -130,6 +131,8 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
             stack.enter_context(stand_ins(groups))
             stack.enter_context(remembered_answers())
             stack.enter_context(_in_order())
+            if any(map(is_collective, module.graph.nodes)):
+                stack.enter_context(_as_planned())
             stack.enter_context(dtype_rules_made_once())
             if all(value.device.type == "cpu" for value in inputs):
                 stack.enter_context(whole_triton_operators())
@@ -146,6 +149,28 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
         raise
     except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
         raise NotCompiled(raised(error)) from error
+
+
+_REORDERING = (
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+    "aten_distributed_optimizations.enable_simple_overlap",
+    "reorder_for_compute_comm_overlap",
+    "reorder_for_locality",
+    "reorder_for_peak_memory",
+)
+"""Options of Inductor, not all of which every release of torch has."""
+
+
+def _as_planned() -> contextlib.AbstractContextManager[None]:
+    """Keep collectives, waits and the operators between them in the graph's order.
+
+    When a bucket is gathered, and when a gradient is reduced, is the plan's: Inductor would wait
+    for each collective at once, or start all of them first, and wait for gradients at the end.
+    """
+    config = torch._inductor.config
+    known = [name for name in _REORDERING if hasattr(config, name)]
+    kept: contextlib.AbstractContextManager[None] = config.patch(dict.fromkeys(known, False))
+    return kept
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
-BUILD_VERSION = 17
+BUILD_VERSION = 18
 """Part of every build key.
 
 Increase it when the graphs made from the same package and plan, or their compilation, change.

@@ -57,16 +57,16 @@ def _wide() -> nn.Module:
 
 
 class VisionTransformer(nn.Module):
-    """(rows, 8, 8) images -> (rows, CLASSES): sixteen patches, two blocks, dropout."""
+    """(rows, 8, 8) images -> (rows, CLASSES): sixteen patches, blocks, dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2, feed_forward: Callable[[], nn.Module] = _wide) -> None:
         super().__init__()
         self.patch, self.positions = (
             nn.Linear(4, WIDTH),
             nn.Parameter(0.02 * torch.randn(16, WIDTH)),
         )
         self.dropout = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(Block(_wide()) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(feed_forward()) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def _on_digits(model: Callable[[], nn.Module]) -> Callable[[], trainload.Job]:
     return make
 
 
-def _llama() -> trainload.Job:
+def _llama(layers: int = 2) -> trainload.Job:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -241,7 +241,7 @@ def _llama() -> trainload.Job:
     }
     config = LlamaConfig(
         vocab_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         max_position_embeddings=32,
         attn_implementation="sdpa",
         **sizes,
@@ -292,3 +292,14 @@ MODELS = {
     "cond": Model(_on_digits(Branches), _digits),
     "scan": Model(_on_digits(Recurrence), _digits),
 }
+DEEP = {
+    "vision transformer, 4 blocks": Model(
+        _on_digits(lambda: VisionTransformer(4, lambda: nn.Sequential(_wide(), nn.Dropout(0.1)))),
+        _digits,
+    ),
+    "mixture of experts, 4 blocks": Model(
+        _on_digits(lambda: VisionTransformer(4, Experts)), _digits
+    ),
+    "Llama, 4 layers": Model(lambda: _llama(4), _tokens),
+}
+"""Models with layers that repeat."""

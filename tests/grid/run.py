@@ -1,9 +1,10 @@
 """`make grid`: compare 50 steps of every strategy and kind of model with one process.
 
-    python -m tests.grid.run [--models TEXT] [--steps N]
+    python -m tests.grid.run [--models TEXT] [--steps N] [--outlined]
 
 Writes docs/grid.md. A cell is the greatest relative difference between a loss and that of one
-process, or the reason why there is no such plan.
+process, or the reason why there is no such plan. With --outlined, deeper models are trained, and
+the ranks call outlined graphs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.grid.models import MODELS, STEPS, Model
+from tests.grid.models import DEEP, MODELS, STEPS, Model
+from tests.grid.outlined import NOTED, train_outlined
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
+from tests.laws.worker import train_as_rank
 
 import trainload
 from trainload.core.errors import PlanError
@@ -94,9 +97,19 @@ COLUMNS = STRATEGIES | SHARED
 
 
 def row(
-    model: Model, steps: int, folder: Path, strategies: Sequence[str] = tuple(COLUMNS)
+    model: Model,
+    steps: int,
+    folder: Path,
+    strategies: Sequence[str] = tuple(COLUMNS),
+    *,
+    outlined: bool = False,
 ) -> dict[str, float | str]:
-    """Return the cells of a model: differences, or reasons."""
+    """Return the cells of a model: differences, or reasons.
+
+    The graphs of the plans, but not those of the single process, are outlined if `outlined` is
+    True.
+    """
+    act = train_outlined if outlined else train_as_rank
     package, data = model.freeze(folder)
     cells: dict[str, float | str] = {}
     runs: dict[str, Run] = {}
@@ -125,7 +138,7 @@ def row(
             for name, run in runs.items()
             if run.plan is not None and run.plan.world_size == world
         }
-        train(world, list(together.values()), folder)
+        train(world, list(together.values()), folder, act=act)
         for name, run in together.items():
             assert run.plan is not None
             cells[name] = difference(
@@ -165,21 +178,29 @@ def main() -> None:
         help="only models whose names contain this text; the page is then not written",
     )
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--outlined",
+        action="store_true",
+        help="deeper models, whose layers are calls of one body; the page is then not written",
+    )
     arguments = parser.parse_args()
     rows: dict[str, dict[str, float | str]] = {}
     began = time.monotonic()
-    for name, model in MODELS.items():
+    for name, model in (DEEP if arguments.outlined else MODELS).items():
         if re.search(arguments.models, name):
             with tempfile.TemporaryDirectory() as folder:
-                rows[name] = row(model, arguments.steps, Path(folder))
-            print(f"{name}: {rows[name]}", flush=True)
+                rows[name] = row(model, arguments.steps, Path(folder), outlined=arguments.outlined)
+                noted = Path(folder) / NOTED
+                regions = noted.read_text().count("\n") if noted.exists() else 0
+            told = f", {regions} regions" if arguments.outlined else ""
+            print(f"{name}{told}: {rows[name]}", flush=True)
     cells = [cell for found in rows.values() for cell in found.values()]
     far = [cell for cell in cells if isinstance(cell, float) and cell > TOLERANCE]
     print(
         f"{len(cells)} cells, {sum(isinstance(c, str) for c in cells)} refused, {len(far)} too far;"
         f" {time.monotonic() - began:.0f} s"
     )
-    if not arguments.models and arguments.steps == STEPS:
+    if not (arguments.models or arguments.outlined) and arguments.steps == STEPS:
         PAGE.write_text(page(rows), encoding="utf-8")
     sys.exit(1 if far else 0)
 
