@@ -2,14 +2,17 @@
 
 Tested with torch 2.13.0. Private names used: `torch._inductor.standalone_compile`,
 `torch._inductor.aot_compile`, `torch._inductor.package`, `torch._inductor.config`,
-`torch._inductor.scheduler`, `torch.utils._pytree`, `Graph._codegen`.
+`torch._inductor.scheduler`, `torch._inductor.cpp_builder`, `torch.utils._pytree`,
+`Graph._codegen`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,6 +272,19 @@ _CONTROL_FLOW = (
 )
 _REGIONS = "invoke_subgraph"
 _CACHEABLE = tuple(f"torch.ops.higher_order.{name}" for name in (*_CONTROL_FLOW, _REGIONS))
+
+
+@functools.cache
+def cpp_compiler_version() -> str | None:
+    """Return name and version of the C++ compiler that Inductor uses, such as "gcc version 12.2.0";
+    None if there is none.
+    """
+    builder = torch._inductor.cpp_builder
+    if not has_cpp_compiler():
+        return None
+    told = builder.get_compiler_version_info(builder.get_cpp_compiler())
+    found = re.search(r"\w+ version \d[\w.]*", told)
+    return found[0] if found else hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def has_cpp_compiler() -> bool:

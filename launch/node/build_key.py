@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 
 import torch
 
 from trainload.core.canonical_json import canonical_json
+from trainload.launching.node.architecture import architecture_of, toolchain_of
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
@@ -52,14 +52,10 @@ def build_key(
 ) -> str:
     """Return a hash of all that a compiled build depends on.
 
-    That is the program, its graphs, the parts of the plan that determine them, torch, the hardware
-    and the number of threads of a worker (by default, those of this process).
+    That is the program, its graphs, the parts of the plan that determine them, the versions of what
+    compiles them, and the architecture, which on CPUs includes the number of threads of a worker
+    (by default, those of this process).
     """
-    hardware = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
-    )
     parts = {
         "build": BUILD_VERSION,
         "program": _without_rates(package.manifest).program_digest,
@@ -71,9 +67,8 @@ def build_key(
                 "index": pipeline_index,
             }
         ),
-        "torch": torch.__version__,
-        # Inductor writes the number of threads into CPU kernels
-        "device": [device.type, hardware, threads or torch.get_num_threads()],
+        "toolchain": toolchain_of(device),
+        "architecture": architecture_of(device, threads),
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
 

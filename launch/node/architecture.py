@@ -1,0 +1,72 @@
+"""What compiled code depends on besides graphs: the machine that runs it, and what compiles it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from trainload.autograd_trace.derivation.inductor import cpp_compiler_version
+
+Facts = dict[str, int | str | None]
+"""Names of facts -> values, which may be written as JSON."""
+
+
+def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
+    """Return what compiled code depends on in a device of this machine.
+
+    Two GPUs of one architecture may have different names and memory, and their nodes other CPUs:
+    none of this is in the code.
+
+    Args:
+        device: the device.
+        threads: number of threads of a worker, which Inductor writes into CPU kernels; None: those
+            of this process.
+
+    Example:
+        >>> architecture_of(torch.device("cpu"), 4)
+        {'device': 'cpu', 'machine': 'x86_64', 'capability': 'AVX512', 'threads': 4}
+        >>> architecture_of(torch.device("cuda", 0))
+        {'device': 'cuda', 'capability': '9.0', 'multiprocessors': 132, 'shared_memory': 232448}
+    """
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        return {
+            "device": "cuda",
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+            "shared_memory": found.shared_memory_per_block_optin,
+        }
+    return {
+        "device": "cpu",
+        "machine": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads or torch.get_num_threads(),
+    }
+
+
+def toolchain_of(device: torch.device) -> Facts:
+    """Return what compiles graphs for a device in this process, and the versions.
+
+    Example:
+        >>> toolchain_of(torch.device("cpu"))
+        {'torch': '2.13.0+cpu', 'python': '3.11', 'compiler': 'gcc version 12.2.0'}
+    """
+    common: Facts = {
+        "torch": torch.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+    if device.type == "cuda":
+        return common | {"cuda": torch.version.cuda, "triton": _triton_version()}
+    return common | {"compiler": cpp_compiler_version()}
+
+
+def _triton_version() -> str | None:
+    """Return the version of Triton, which compiles kernels for GPUs; None if it is missing."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
