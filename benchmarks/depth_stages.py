@@ -4,7 +4,8 @@
 
 Freezing, reading, deriving, making a rank's graphs, finding repeated layers, planning and
 simulating; the model is the GPT of examples/gpt in float32, the plan ZeRO-3 on 8 devices. Each
-depth has a process of its own; figures are CPU seconds, as the stages use one core.
+depth has a process of its own; figures are CPU seconds, as the stages use one core. Stages of less
+than a second are run three times, on a package that was just opened; their median counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from measure import RESULTS, machine, note, save, screen, table
+from measure import RESULTS, machine, median, note, save, screen, table
 
 T = TypeVar("T")
 DEVICE = torch.device("cpu")
@@ -38,10 +39,13 @@ def measure(layers: int, scratch: Path) -> dict[str, float]:
 
     seconds: dict[str, float] = {}
 
-    def timed(stage: str, function: Callable[[], T]) -> T:
-        began = time.process_time()
-        result = function()
-        seconds[stage] = time.process_time() - began
+    def timed(stage: str, function: Callable[[], T], times: int = 1) -> T:
+        taken = []
+        for _ in range(times):
+            began = time.process_time()
+            result = function()
+            taken.append(time.process_time() - began)
+        seconds[stage] = median(taken)
         return result
 
     trainload.freeze(job(1), scratch / "first.tl")  # imports what all need
@@ -49,12 +53,12 @@ def measure(layers: int, scratch: Path) -> dict[str, float]:
     program = timed("read", lambda: trainload.open(package.path).program())
     timed("derive", lambda: derive(program, "train", DEVICE))
     cluster = trainload.Cluster(devices_per_node=8, device="cpu")
-    plan = timed("plan", lambda: trainload.plan(package, cluster, "zero3"))
-    timed("search for a plan", lambda: trainload.plan(package, cluster))
+    plan = timed("plan", lambda: trainload.plan(trainload.open(package.path), cluster, "zero3"), 3)
+    timed("search for a plan", lambda: trainload.plan(trainload.open(package.path), cluster), 3)
     graphs = timed("a rank's graphs", lambda: uncompiled_graphs(package, plan, DEVICE))
     train = graphs["train.only"]
     prepare_graph(train)
-    timed("find layers", lambda: outline(train))
+    timed("find layers", lambda: outline(train), 3)
     timed("simulate", lambda: trainload.simulate(package, plan))
     return seconds
 
