@@ -165,10 +165,11 @@ _REORDERING = (
 
 
 def _as_planned() -> contextlib.AbstractContextManager[None]:
-    """Keep collectives, waits and the operators between them in the graph's order.
+    """Keep collectives and waits where the graph has them.
 
     When a bucket is gathered, and when a gradient is reduced, is the plan's: Inductor would wait
-    for each collective at once, or start all of them first, and wait for gradients at the end.
+    for each collective at once, or start all of them first, and wait for gradients at the end. What
+    it fuses takes the place of its first operator, and may still draw a wait forward.
     """
     config = torch._inductor.config
     known = [name for name in _REORDERING if hasattr(config, name)]

@@ -47,8 +47,9 @@ def fold(module: GraphModule) -> None:
         calls.setdefault(str(call.args[1]), []).append(call)
     for name, those in calls.items():
         body: GraphModule = getattr(module, name)
-        take_in_views(body.graph, those)
-        _merge_operands(body.graph, those)
+        if len(those[0].args) > 2:  # it has operands
+            take_in_views(body.graph, those)
+            _merge_operands(body.graph, those)
         _join_results(body.graph, those)
         body.graph.eliminate_dead_code()
         body.graph.lint()

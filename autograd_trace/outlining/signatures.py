@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Set
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ _ALIASES = frozenset(
         "alias",
         "detach",
         "lift_fresh",
+        "reshape",
+        "contiguous",
+        "to",
     }
 )
-"""Operators that return their operand's memory although their schema does not say so for every
+"""Operators that may return their operand's memory although their schema does not say so for every
 overload.
 """
-_MAY_COPY = frozenset({"reshape", "contiguous", "to"})
-"""Operators that return their operand's memory, or a copy if they must."""
+_OF_MEMORY = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
+"""Operators whose result depends on where in memory an operand begins, not on its value alone."""
 _ALIGNMENT = 16
 """Bytes to which Inductor assumes that operands are aligned, if the first ones are."""
 
@@ -34,8 +37,9 @@ _ALIGNMENT = 16
 def can_be_outlined(node: Node) -> bool:
     """Return True if a node may be part of a region.
 
-    Sizes, collectives, operators with bodies, operators that write to their operands, and what a
-    plan has added (slices of buckets, flat gradients) stay outside.
+    Sizes, collectives, operators with bodies, operators that write to their operands, operators
+    that read another part of the memory than their operand, and what a plan has added (slices of
+    buckets, flat gradients) stay outside.
     """
     if node.op != "call_function" or is_size(node) or ADDED in node.meta:
         return False
@@ -46,6 +50,7 @@ def can_be_outlined(node: Node) -> bool:
         is_overload(node.target)
         and not is_collective(node)
         and not node.target._schema.is_mutable
+        and not depends_on_memory(node)
         and all(isinstance(n.meta.get("val"), Tensor | torch.SymInt) for n in operands_of(node))
     )
 
@@ -57,21 +62,17 @@ def is_size(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Return True if a node's value may share memory with one that it reads."""
-    return _is_view_or_among(_ALIASES | _MAY_COPY, node)
-
-
-def is_view(node: Node) -> bool:
-    """Return True if a node's value shares memory with one that it reads, always."""
-    return _is_view_or_among(_ALIASES, node)
-
-
-def _is_view_or_among(names: Set[str], node: Node) -> bool:
-    """Return True if a node's value is of an operator that is a view or has one of the names."""
-    while node.target is operator.getitem:
+    if node.target is operator.getitem:
         source: Any = node.args[0]
-        node = source
-    target = node.target
-    return is_overload(target) and (target.is_view or target.overloadpacket.__name__ in names)
+        return may_alias(source)
+    return is_overload(node.target) and (
+        node.target.is_view or node.target.overloadpacket.__name__ in _ALIASES
+    )
+
+
+def depends_on_memory(node: Node) -> bool:
+    """Return True if a node's value depends on where in memory its operand begins."""
+    return is_overload(node.target) and node.target.overloadpacket.__name__ in _OF_MEMORY
 
 
 def operands_of(node: Node) -> list[Node]:

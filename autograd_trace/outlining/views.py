@@ -15,7 +15,8 @@ from torch.fx import Graph, Node, map_arg
 
 from trainload.autograd_trace.outlining.equality import is_element, is_part
 from trainload.autograd_trace.outlining.signatures import (
-    is_view,
+    depends_on_memory,
+    may_alias,
     numbers_of,
     operands_of,
     signature,
@@ -97,9 +98,14 @@ class _Inside:
 
 
 def _can_be_taken(aligned: _Aligned) -> bool:
-    """Return True if nodes are the same view of values of the same kind."""
+    """Return True if nodes are the same view of values of the same kind.
+
+    A reshape that copies is taken in, too: the copy is then made by each call that reads it.
+    """
     first = aligned[0]
-    if not is_view(first) or is_part(first) or is_element(first):
+    if not may_alias(first) or depends_on_memory(first):
+        return False
+    if is_part(first) or is_element(first):
         return False
     if len({(signature(node), numbers_of(node)) for node in aligned}) > 1:
         return False

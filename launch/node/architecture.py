@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import platform
 import sys
 from typing import Any
@@ -18,8 +18,8 @@ Facts = dict[str, int | str | None]
 def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
     """Return what compiled code depends on in a device of this machine.
 
-    Two GPUs of one architecture may have different names and memory, and their nodes other CPUs:
-    none of this is in the code.
+    Two GPUs of one architecture may have different product names and memory, which kernels do not
+    depend on.
 
     Args:
         device: the device.
@@ -30,7 +30,8 @@ def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
         >>> architecture_of(torch.device("cpu"), 4)
         {'device': 'cpu', 'machine': 'x86_64', 'capability': 'AVX512', 'threads': 4}
         >>> architecture_of(torch.device("cuda", 0))
-        {'device': 'cuda', 'capability': '9.0', 'multiprocessors': 132, 'shared_memory': 232448}
+        {'device': 'cuda', 'capability': '9.0', 'multiprocessors': 132, 'shared_memory': 232448,
+         'name': None}
     """
     if device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(device)
@@ -38,7 +39,8 @@ def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
             "device": "cuda",
             "capability": f"{found.major}.{found.minor}",
             "multiprocessors": found.multi_processor_count,
-            "shared_memory": found.shared_memory_per_block_optin,
+            "shared_memory": getattr(found, "shared_memory_per_block_optin", None),  # not on ROCm
+            "name": getattr(found, "gcnArchName", None),
         }
     return {
         "device": "cpu",
@@ -60,13 +62,14 @@ def toolchain_of(device: torch.device) -> Facts:
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
     if device.type == "cuda":
-        return common | {"cuda": torch.version.cuda, "triton": _triton_version()}
+        platform_version = torch.version.cuda or torch.version.hip
+        return common | {"platform": platform_version, "triton": _triton_version()}
     return common | {"compiler": cpp_compiler_version()}
 
 
 def _triton_version() -> str | None:
     """Return the version of Triton, which compiles kernels for GPUs; None if it is missing."""
     try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+        return str(importlib.import_module("triton").__version__)
+    except ModuleNotFoundError:
         return None

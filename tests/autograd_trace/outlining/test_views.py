@@ -14,7 +14,7 @@ from trainload.autograd_trace.outlining import views as taking
 from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
-from trainload.autograd_trace.outlining.signatures import is_view
+from trainload.autograd_trace.outlining.signatures import may_alias
 from trainload.autograd_trace.randomness.random_key import RandomKey
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def calls(module: GraphModule) -> list[Node]:
 def views_of_results(module: GraphModule) -> list[Node]:
     """Return the views in the outer graph of what calls return."""
     results = [user for call in calls(module) for user in call.users]
-    return [user for result in results for user in result.users if is_view(user)]
+    return [user for result in results for user in result.users if may_alias(user)]
 
 
 def assert_equal(flat: GraphModule, other: GraphModule) -> None:
@@ -62,8 +62,17 @@ def test_one_of_several_views_is_taken_in_with_the_others() -> None:
 
 
 def test_an_operand_that_is_read_through_two_views_is_passed_once() -> None:
-    for call in calls(outlined(graph_of(LAYERS, heads))):
+    module = outlined(graph_of(LAYERS, heads))
+    assert calls(module)
+    for call in calls(module):
         assert len(set(call.args)) == len(call.args)
+    read_twice = [
+        node
+        for name in ("layer_0", "layer_1")
+        for node in getattr(module, name).graph.find_nodes(op="placeholder")
+        if len([user for user in node.users if may_alias(user)]) > 1
+    ]
+    assert read_twice
 
 
 def test_views_that_differ_from_layer_to_layer_stay_outside() -> None:
@@ -105,8 +114,33 @@ def test_the_sites_of_a_layer_are_one_operand() -> None:
         for operand in call.args[2:]
         if isinstance(operand, Node) and operand.target is aten.select.int
     ]
+    assert len(calls(module)) == 2 * LAYERS
     assert scalars == []
     assert_equal(flat, module)
+
+
+def test_what_depends_on_the_memory_of_an_operand_stays_outside() -> None:
+    def layer(x: Tensor, weight: Tensor, bias: Tensor, key: RandomKey, number: int) -> Tensor:
+        first = weight.as_strided((WIDTH,), (1,), 0)  # of the flat tensor, whatever the weight is
+        return block(x * first, weight, bias, key, number)
+
+    flat = graph_of(LAYERS, layer, trains=False)
+    module = outlined(flat)
+    assert len(calls(module)) == LAYERS
+    taken = module.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    assert len(taken) == LAYERS
+    assert_equal(flat, module)
+
+
+def test_a_region_without_operands_is_called() -> None:
+    def layer(x: Tensor, weight: Tensor, bias: Tensor, key: RandomKey, number: int) -> Tensor:
+        made = torch.arange(WIDTH)
+        for _ in range(8):
+            made = (made + 1) * 3
+        return x * made
+
+    flat = graph_of(LAYERS, layer, trains=False)
+    assert_equal(flat, outlined(flat))
 
 
 def test_a_wrong_view_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

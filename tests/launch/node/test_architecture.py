@@ -97,8 +97,22 @@ def test_a_gpu_is_described_by_what_its_kernels_depend_on(monkeypatch: pytest.Mo
         "capability": "9.0",
         "multiprocessors": 132,
         "shared_memory": 232_448,
+        "name": None,
     }
-    assert set(toolchain_of(GPU)) == {"torch", "python", "cuda", "triton"}
+    assert set(toolchain_of(GPU)) == {"torch", "python", "platform", "triton"}
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_another_version_of_what_compiles_kernels_is_another_build(
+    name: str, tiny: Package, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe(monkeypatch)
+    first = build_key(tiny, plan, GPU)
+    if name == "cuda":
+        monkeypatch.setattr(torch.version, "cuda", "99.1")
+    else:
+        monkeypatch.setattr(architecture, "_triton_version", lambda: "99.1")
+    assert build_key(tiny, plan, GPU) != first
 
 
 def test_the_compiler_is_named_with_its_version(
