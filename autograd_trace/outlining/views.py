@@ -23,7 +23,7 @@ from trainload.autograd_trace.outlining.signatures import (
 )
 
 _Aligned = tuple[Node, ...]
-"""What the calls of a region pass as one operand, a node for each call."""
+"""An operand of a region: the node that each of its calls passes."""
 
 
 def take_in_views(body: Graph, calls: Sequence[Node]) -> None:

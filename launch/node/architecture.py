@@ -1,4 +1,4 @@
-"""What compiled code depends on besides graphs: the machine that runs it, and what compiles it."""
+"""Facts that compiled code depends on besides graphs: the machine, and the tools that compile."""
 
 from __future__ import annotations
 
