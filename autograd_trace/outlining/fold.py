@@ -64,14 +64,13 @@ def fold(module: GraphModule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A contiguous part of a flat tensor, or one element of it: the first element, the number of
-    elements, and whether it is a part of one dim.
+    """A contiguous part of a flat tensor, or one element of it: the first element, and the number
+    of elements.
     """
 
     whole: Node
     start: int
     length: int
-    is_part: bool
 
 
 def _piece_of(node: Node) -> _Piece | None:
@@ -79,7 +78,7 @@ def _piece_of(node: Node) -> _Piece | None:
     if not is_part(node) and not is_element(node):
         return None
     source: Any = node.args[0]
-    return _Piece(source, argument(node, 2, 0), node.meta["val"].numel(), is_part(node))
+    return _Piece(source, argument(node, 2, 0), node.meta["val"].numel())
 
 
 def _merge_operands(body: Graph, calls: Sequence[Node]) -> None:
@@ -92,8 +91,7 @@ def _merge_operands(body: Graph, calls: Sequence[Node]) -> None:
         if len(found) == len(calls):
             wholes = tuple(piece.whole for piece in found)
             shifts = tuple(piece.start - found[0].start for piece in found)
-            if len({piece.is_part for piece in found}) == 1:
-                groups.setdefault((wholes, shifts), []).append((index, found))
+            groups.setdefault((wholes, shifts), []).append((index, found))
     merged = [group for group in groups.values() if len(group) > 1]
     gone = {index for group in merged for index, _ in group}
     last = inputs[-1]
@@ -130,7 +128,7 @@ def _slice_in_body(
     with body.inserting_before(first):
         for node, piece in inputs:
             start = piece.start - low
-            if piece.is_part:
+            if node.meta["val"].ndim:
                 inner = _slice(body, hull, start, start + piece.length)
             else:
                 mode = hull.meta["val"].fake_mode

@@ -6,9 +6,10 @@ not grow with depth.
     outlined.regions  # (OutlinedRegion(nodes=187, calls=6), ...)
 
 Layers are recognised by structure alone (repeats.py, find_regions.py), since a package does not say
-where a graph's operators come from. What their calls receive and return of a plan's flat tensors is
-then folded (fold.py). The result is compared with the original, expression by
-expression (equality.py), so a mistake here is an error and never another result.
+where a graph's operators come from. Their calls then receive what views are of (views.py), and
+receive and return slices of a plan's flat tensors (fold.py). The result is compared with the
+original, expression by expression (equality.py), so a mistake here is an error and never another
+result.
 """
 
 from __future__ import annotations

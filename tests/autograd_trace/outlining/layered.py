@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.autograd_trace.graphs import ADDED
+from trainload.autograd_trace.outlining.equality import CALL
+from trainload.autograd_trace.outlining.outline import outline
+from trainload.autograd_trace.outlining.scalars import stack_scalars
 from trainload.autograd_trace.outlining.signatures import may_alias
 from trainload.autograd_trace.randomness.random_key import RandomKey
 
@@ -88,3 +91,21 @@ def graph_of(
         node.meta[ADDED] = True
     module.recompile()
     return module
+
+
+def outlined(module: GraphModule) -> GraphModule:
+    """Return a graph of `graph_of` with calls of regions."""
+    stack_scalars(module.graph)
+    return outline(module).module
+
+
+def calls(module: GraphModule) -> list[Node]:
+    """Return the calls of regions in an outer graph."""
+    return module.graph.find_nodes(op="call_function", target=CALL)
+
+
+def assert_equal(flat: GraphModule, other: GraphModule, given: Sequence[Tensor]) -> None:
+    """Demand that two graphs return the same bits."""
+    flat.recompile()
+    expected, got = (module(*given) for module in (flat, other))
+    assert all(map(torch.equal, expected, got))

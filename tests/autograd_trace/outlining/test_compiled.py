@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.autograd_trace.outlining.layered import graph_of
-from torch.fx import GraphModule, Node
+from tests.autograd_trace.outlining.layered import calls, graph_of
+from torch.fx import GraphModule
 
 from trainload.autograd_trace.derivation import inductor
 from trainload.autograd_trace.derivation.inductor import NotCompiled, compile_graph
-from trainload.autograd_trace.outlining.equality import CALL
 
 LAYERS = 3
-
-
-def calls_in(module: GraphModule) -> list[Node]:
-    return module.graph.find_nodes(op="call_function", target=CALL)
 
 
 @pytest.fixture
@@ -37,20 +32,20 @@ def test_a_graph_with_layers_is_compiled_with_calls(compiled: list[GraphModule])
     assert [region.calls for region in result.regions] == [LAYERS, LAYERS]
     assert result.flat_because is None
     (module,) = compiled
-    assert len(calls_in(module)) == 2 * LAYERS
+    assert len(calls(module)) == 2 * LAYERS
 
 
 def test_a_graph_without_layers_is_compiled_as_it_is(compiled: list[GraphModule]) -> None:
     result = compile_graph(graph_of(1, trains=False), Path("graph.bin"), {})
     assert (result.regions, result.flat_because) == ((), None)
-    assert not calls_in(compiled[0])
+    assert not calls(compiled[0])
 
 
 def test_regions_that_cannot_be_compiled_leave_the_graph_flat(
     compiled: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
-        if calls_in(module):
+        if calls(module):
             raise NotCompiled("no lowering")
         compiled.append(module)
 
@@ -70,4 +65,4 @@ def test_a_mistake_of_the_outlining_leaves_the_graph_flat(
     monkeypatch.setattr(inductor, "outline", broken)
     result = compile_graph(graph_of(LAYERS), Path("graph.bin"), {})
     assert result.flat_because is not None and "a cycle" in result.flat_because
-    assert not calls_in(compiled[0])
+    assert not calls(compiled[0])

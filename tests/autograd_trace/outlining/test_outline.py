@@ -11,7 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.autograd_trace.outlining.layered import WIDTH, Layer, block, graph_of, heads, inputs
+from tests.autograd_trace.outlining.layered import (
+    WIDTH,
+    Layer,
+    assert_equal,
+    block,
+    calls,
+    graph_of,
+    heads,
+    inputs,
+)
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -23,7 +32,7 @@ from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.find_regions import Region
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
-from trainload.autograd_trace.outlining.signatures import describe
+from trainload.autograd_trace.outlining.signatures import describe, operands_of
 from trainload.autograd_trace.randomness.random_key import RandomKey
 
 
@@ -34,10 +43,9 @@ def prepared(module: GraphModule) -> GraphModule:
     return module
 
 
-def assert_equal(flat: GraphModule, outlined: GraphModule, layers: int) -> None:
+def assert_equal_twice(flat: GraphModule, outlined: GraphModule, layers: int) -> None:
     for seed in range(2):
-        expected, got = (module(*inputs(layers, seed)) for module in (flat, outlined))
-        assert all(map(torch.equal, expected, got))
+        assert_equal(flat, outlined, inputs(layers, seed))
 
 
 @pytest.mark.parametrize("layers", [2, 3, 7])
@@ -50,7 +58,7 @@ def test_results_are_bitwise_equal() -> None:
     module = prepared(graph_of(5))
     outlined = outline(module)
     assert outlined.regions
-    assert_equal(module, outlined.module, 5)
+    assert_equal_twice(module, outlined.module, 5)
 
 
 def test_the_operators_that_a_compiler_sees_hardly_grow_with_depth() -> None:
@@ -131,7 +139,7 @@ LAYERS: list[Layer] = [block, odd, short, skipping, heads]
 @given(kinds=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=7), trains=st.booleans())
 def test_any_stack_of_layers_has_bitwise_equal_results(kinds: list[Layer], trains: bool) -> None:
     module = prepared(graph_of(len(kinds), kinds, trains=trains))
-    assert_equal(module, outline(module).module, len(kinds))
+    assert_equal_twice(module, outline(module).module, len(kinds))
 
 
 def test_layers_with_different_numbers_stay_apart() -> None:
@@ -139,7 +147,7 @@ def test_layers_with_different_numbers_stay_apart() -> None:
         return torch.nn.functional.leaky_relu(block(x, weight, bias, key, 0), number / 10)
 
     module = prepared(graph_of(4, layer))
-    assert_equal(module, outline(module).module, 4)
+    assert_equal_twice(module, outline(module).module, 4)
 
 
 def test_a_value_from_outside_that_depends_on_a_layer_splits_it(
@@ -152,7 +160,7 @@ def test_a_value_from_outside_that_depends_on_a_layer_splits_it(
     module = prepared(graph_of(4, layer, trains=False))
     outlined = outline(module)
     assert [region.calls for region in outlined.regions] == [4, 4]
-    assert_equal(module, outlined.module, 4)
+    assert_equal_twice(module, outlined.module, 4)
 
 
 def swap_operands(region: Region, masks: Set[Node]) -> Body:
@@ -204,19 +212,15 @@ def test_a_region_lists_its_size_and_its_calls() -> None:
     assert regions[0].nodes > 2 * WIDTH
 
 
-def is_call(node: Node) -> bool:
-    return node.target is CALL
-
-
 def test_every_call_has_an_identifier_of_its_body() -> None:
     outlined = outline(prepared(graph_of(3))).module
-    calls = [node for node in outlined.graph.nodes if is_call(node)]
-    assert {str(node.args[0]) for node in calls} == {str(node.args[1]) for node in calls}
+    found = calls(outlined)
+    assert {str(node.args[0]) for node in found} == {str(node.args[1]) for node in found}
 
 
 def test_masks_go_from_forward_to_backward_as_bytes() -> None:
     outlined = outline(prepared(graph_of(3))).module
-    for call in filter(is_call, outlined.graph.nodes):
-        values = [operand.meta["val"] for operand in call.args[2:]] + list(call.meta["val"])
+    for call in calls(outlined):
+        values = [operand.meta["val"] for operand in operands_of(call)[1:]] + list(call.meta["val"])
         assert torch.bool not in {value.dtype for value in values if isinstance(value, Tensor)}
         assert torch.uint8 in {value.dtype for value in values if isinstance(value, Tensor)}

@@ -6,14 +6,21 @@ import operator
 
 import pytest
 import torch
-from tests.autograd_trace.outlining.layered import WIDTH, block, graph_of, heads, inputs
+from tests.autograd_trace.outlining.layered import (
+    WIDTH,
+    assert_equal,
+    block,
+    calls,
+    graph_of,
+    heads,
+    inputs,
+    outlined,
+)
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.outlining import views as taking
-from trainload.autograd_trace.outlining.equality import CALL
-from trainload.autograd_trace.outlining.outline import NotOutlined, outline
-from trainload.autograd_trace.outlining.scalars import stack_scalars
+from trainload.autograd_trace.outlining.outline import NotOutlined
 from trainload.autograd_trace.outlining.signatures import may_alias
 from trainload.autograd_trace.randomness.random_key import RandomKey
 
@@ -21,25 +28,10 @@ aten = torch.ops.aten
 LAYERS = 4
 
 
-def outlined(module: GraphModule) -> GraphModule:
-    stack_scalars(module.graph)
-    return outline(module).module
-
-
-def calls(module: GraphModule) -> list[Node]:
-    return module.graph.find_nodes(op="call_function", target=CALL)
-
-
 def views_of_results(module: GraphModule) -> list[Node]:
     """Return the views in the outer graph of what calls return."""
     results = [user for call in calls(module) for user in call.users]
     return [user for result in results for user in result.users if may_alias(user)]
-
-
-def assert_equal(flat: GraphModule, other: GraphModule) -> None:
-    flat.recompile()
-    expected, got = (module(*inputs(LAYERS)) for module in (flat, other))
-    assert all(map(torch.equal, expected, got))
 
 
 def test_what_a_layer_keeps_is_viewed_in_the_body_that_reads_it() -> None:
@@ -49,7 +41,7 @@ def test_what_a_layer_keeps_is_viewed_in_the_body_that_reads_it() -> None:
     # the views outside are of the last layer's results, which the rest of the graph reads
     readers = {reader for view in views_of_results(module) for reader in view.users}
     assert readers.isdisjoint(calls(module))
-    assert_equal(flat, module)
+    assert_equal(flat, module, inputs(LAYERS))
 
 
 def test_one_of_several_views_is_taken_in_with_the_others() -> None:
@@ -84,7 +76,7 @@ def test_views_that_differ_from_layer_to_layer_stay_outside() -> None:
     assert len(calls(module)) == LAYERS
     rows = module.graph.find_nodes(op="call_function", target=aten.select.int)
     assert {node.args[2] for node in rows if node.meta["val"].ndim} == {*range(LAYERS)}
-    assert_equal(flat, module)
+    assert_equal(flat, module, inputs(LAYERS))
 
 
 def test_a_view_that_the_graph_returns_is_computed_for_it() -> None:
@@ -98,7 +90,7 @@ def test_a_view_that_the_graph_returns_is_computed_for_it() -> None:
     output.args = ((*output.args[0], turned),)
     module = outlined(flat)
     assert calls(module)
-    assert_equal(flat, module)
+    assert_equal(flat, module, inputs(LAYERS))
 
 
 def test_the_sites_of_a_layer_are_one_operand() -> None:
@@ -116,7 +108,7 @@ def test_the_sites_of_a_layer_are_one_operand() -> None:
     ]
     assert len(calls(module)) == 2 * LAYERS
     assert scalars == []
-    assert_equal(flat, module)
+    assert_equal(flat, module, inputs(LAYERS))
 
 
 def test_what_depends_on_the_memory_of_an_operand_stays_outside() -> None:
@@ -129,7 +121,7 @@ def test_what_depends_on_the_memory_of_an_operand_stays_outside() -> None:
     assert len(calls(module)) == LAYERS
     taken = module.graph.find_nodes(op="call_function", target=aten.as_strided.default)
     assert len(taken) == LAYERS
-    assert_equal(flat, module)
+    assert_equal(flat, module, inputs(LAYERS))
 
 
 def test_a_region_without_operands_is_called() -> None:
@@ -140,7 +132,7 @@ def test_a_region_without_operands_is_called() -> None:
         return x * made
 
     flat = graph_of(LAYERS, layer, trains=False)
-    assert_equal(flat, outlined(flat))
+    assert_equal(flat, outlined(flat), inputs(LAYERS))
 
 
 def test_a_wrong_view_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,8 @@ from trainload.launching.node import architecture
 from trainload.launching.node.architecture import architecture_of, toolchain_of
 from trainload.launching.node.build_key import build_key
 from trainload.packaging.package import Package
-from trainload.sharding.plans.plan import Plan
 
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "total_memory": 80 * 2**30,
@@ -28,9 +29,13 @@ H100 = {
 }
 
 
+KeyOf = Callable[..., str]
+"""(device, threads=...) -> key of the build for it."""
+
+
 @pytest.fixture
-def plan(tiny: Package) -> Plan:
-    return trainload.plan(tiny, trainload.Cluster(), "single")
+def key_of(tiny: Package) -> KeyOf:
+    return partial(build_key, tiny, trainload.plan(tiny, trainload.Cluster(), "single"))
 
 
 def describe(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
@@ -40,54 +45,57 @@ def describe(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "same", [{"name": "NVIDIA H100 NVL"}, {"total_memory": 94 * 2**30}], ids=lambda f: next(iter(f))
+    ("fact", "value", "shares"),
+    [
+        ("name", "NVIDIA H100 NVL", True),
+        ("total_memory", 94 * 2**30, True),
+        ("minor", 3, False),
+        ("multi_processor_count", 114, False),
+        ("shared_memory_per_block_optin", 101_376, False),
+    ],
 )
-def test_gpus_of_one_architecture_share_a_build(
-    same: dict[str, Any], tiny: Package, plan: Plan, monkeypatch: pytest.MonkeyPatch
+def test_gpus_share_a_build_if_they_have_one_architecture(
+    fact: str, value: Any, shares: bool, key_of: KeyOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe(monkeypatch)
-    first = build_key(tiny, plan, GPU)
-    describe(monkeypatch, **same)
-    assert build_key(tiny, plan, GPU) == first
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"minor": 3}, {"multi_processor_count": 114}, {"shared_memory_per_block_optin": 101_376}],
-    ids=lambda f: next(iter(f)),
-)
-def test_gpus_of_other_architectures_do_not(
-    other: dict[str, Any], tiny: Package, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    describe(monkeypatch)
-    first = build_key(tiny, plan, GPU)
-    describe(monkeypatch, **other)
-    assert build_key(tiny, plan, GPU) != first
+    first = key_of(GPU)
+    describe(monkeypatch, **{fact: value})
+    assert (key_of(GPU) == first) == shares
 
 
 def test_the_cores_of_a_node_with_gpus_do_not_matter(
-    tiny: Package, plan: Plan, monkeypatch: pytest.MonkeyPatch
+    key_of: KeyOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe(monkeypatch)
-    assert build_key(tiny, plan, GPU, threads=2) == build_key(tiny, plan, GPU, threads=64)
+    assert key_of(GPU, threads=2) == key_of(GPU, threads=64)
 
 
-def test_the_threads_of_a_worker_on_cpus_do(tiny: Package, plan: Plan) -> None:
-    cpu = torch.device("cpu")
-    assert build_key(tiny, plan, cpu, threads=1) != build_key(tiny, plan, cpu, threads=2)
+def test_the_threads_of_a_worker_on_cpus_do(key_of: KeyOf) -> None:
+    assert key_of(CPU, threads=1) != key_of(CPU, threads=2)
 
 
-@pytest.mark.parametrize("name", ["cpp_compiler_version", "torch.__version__"])
+@pytest.mark.parametrize(
+    ("device", "owner", "name", "value"),
+    [
+        (CPU, torch, "__version__", "2.13.1"),
+        (CPU, architecture, "cpp_compiler_version", lambda: "gcc version 99.1.0"),
+        (GPU, torch.version, "cuda", "99.1"),
+        (GPU, architecture, "_triton_version", lambda: "99.1"),
+    ],
+    ids=["torch", "compiler", "CUDA", "Triton"],
+)
 def test_another_version_of_what_compiles_is_another_build(
-    name: str, tiny: Package, plan: Plan, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    owner: Any,
+    name: str,
+    value: Any,
+    key_of: KeyOf,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu = torch.device("cpu")
-    first = build_key(tiny, plan, cpu)
-    if name == "torch.__version__":
-        monkeypatch.setattr(torch, "__version__", "2.13.1")
-    else:
-        monkeypatch.setattr(architecture, name, lambda: "gcc version 99.1.0")
-    assert build_key(tiny, plan, cpu) != first
+    describe(monkeypatch)
+    first = key_of(device)
+    monkeypatch.setattr(owner, name, value)
+    assert key_of(device) != first
 
 
 def test_a_gpu_is_described_by_what_its_kernels_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,19 +108,6 @@ def test_a_gpu_is_described_by_what_its_kernels_depend_on(monkeypatch: pytest.Mo
         "name": None,
     }
     assert set(toolchain_of(GPU)) == {"torch", "python", "platform", "triton"}
-
-
-@pytest.mark.parametrize("name", ["triton", "cuda"])
-def test_another_version_of_what_compiles_kernels_is_another_build(
-    name: str, tiny: Package, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    describe(monkeypatch)
-    first = build_key(tiny, plan, GPU)
-    if name == "cuda":
-        monkeypatch.setattr(torch.version, "cuda", "99.1")
-    else:
-        monkeypatch.setattr(architecture, "_triton_version", lambda: "99.1")
-    assert build_key(tiny, plan, GPU) != first
 
 
 def test_the_compiler_is_named_with_its_version(
