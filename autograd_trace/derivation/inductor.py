@@ -40,6 +40,12 @@ from trainload.autograd_trace.derivation.faster_inductor import (
     shapes_of_first_call,
 )
 from trainload.autograd_trace.derivation.indices import forbid_negative_indices
+from trainload.autograd_trace.derivation.kernels import (
+    KERNELS,
+    keep_kernels,
+    kernels_from,
+    kernels_noted,
+)
 from trainload.autograd_trace.derivation.named_groups import stand_ins
 from trainload.autograd_trace.derivation.operands import keep_operands_apart
 from trainload.autograd_trace.outlining.equality import CALL
@@ -65,10 +71,12 @@ class Compiled:
         regions: layers that were compiled once and are called several times.
         flat_because: the reason why the graph was compiled without regions although it may have
             repeated layers; None if there is none.
+        kernels: files of its CPU kernels, in the folder `KERNELS` beside the artifact.
     """
 
     regions: tuple[OutlinedRegion, ...] = ()
     flat_because: str | None = None
+    kernels: tuple[str, ...] = ()
 
 
 def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
@@ -76,9 +84,8 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
 
     Repeated layers are compiled once (`outline`). If that fails, all of the graph is compiled flat.
 
-    Every node needs `meta["val"]`. The artifact refers to kernels in Inductor's cache
-    (`TORCHINDUCTOR_CACHE_DIR`): keep both. It contains native code and pickles: never load one from
-    an untrusted source.
+    Every node needs `meta["val"]`. The artifact's kernels for CPUs are kept in the folder `KERNELS`
+    beside it. Both contain native code and pickles: never load them from an untrusted source.
 
     Args:
         module: the graph; changed in place.
@@ -93,8 +100,8 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     try:
         outlined = outline(module)
         if outlined.regions:
-            _compile(outlined.module, path, groups)
-            return Compiled(outlined.regions)
+            kernels = _compile(outlined.module, path, groups)
+            return Compiled(outlined.regions, kernels=kernels)
         because = None
     except NotOutlined as reason:
         because = str(reason)
@@ -104,8 +111,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         # a mistake of ours, which must not keep anyone from training
         _log.warning("a graph's layers could not be outlined", exc_info=True)
         because = f"outlining failed: {raised(error)}"
-    _compile(module, path, groups)
-    return Compiled(flat_because=because)
+    return Compiled(flat_because=because, kernels=_compile(module, path, groups))
 
 
 def prepare_graph(module: GraphModule) -> None:
@@ -118,8 +124,10 @@ def prepare_graph(module: GraphModule) -> None:
     keep_operands_apart(module)
 
 
-def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None:
-    """Compile a graph, with calls of regions or without, as `compile_graph` says."""
+def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> tuple[str, ...]:
+    """Compile a graph, with calls of regions or without, as `compile_graph` says, and return the
+    files of its kernels.
+    """
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     output = next(n for n in module.graph.nodes if n.op == "output")
     for node in output.args[0]:
@@ -137,6 +145,7 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
             if any(map(is_collective, module.graph.nodes)):
                 stack.enter_context(_as_planned())
             stack.enter_context(dtype_rules_made_once())
+            kernels = stack.enter_context(kernels_noted())
             if all(value.device.type == "cpu" for value in inputs):
                 stack.enter_context(whole_triton_operators())
                 stack.enter_context(duplicates_removed())
@@ -148,6 +157,7 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> None
                 module, inputs, dynamic_shapes="from_graph", options={}, aot=True
             )
             artifact.save(path=str(path), format="binary")
+            return keep_kernels(kernels, path.parent / KERNELS)
     except OSError:
         raise
     except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
@@ -245,8 +255,8 @@ def load_ahead(path: Path) -> Callable[..., Sequence[Tensor]]:
 
 
 def load_compiled(path: Path) -> Callable[..., Sequence[Tensor]]:
-    """Load an artifact that `compile_graph` saved, with the same torch build and Inductor cache."""
-    with remembered_answers():
+    """Load an artifact that `compile_graph` saved, with the same torch build."""
+    with remembered_answers(), kernels_from(path.parent / KERNELS):
         artifact: Callable[..., Sequence[Tensor]] = CompiledArtifact.load(
             path=str(path), format="binary"
         )
@@ -284,7 +294,7 @@ def cpp_compiler_version() -> str | None:
     if not has_cpp_compiler():
         return None
     told = builder.get_compiler_version_info(builder.get_cpp_compiler())
-    found = re.search(r"\w+ version \d[\w.]*", told)
+    found = re.search(r"(?:gcc|clang) version [\d.]+", told)
     return found[0] if found else hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

@@ -1,8 +1,9 @@
 """Process groups under the logical names that the collectives of graphs use.
 
 Tested with torch 2.13.0. Private names used:
-`torch._C._distributed_c10d._register_process_group` and its siblings, `ProcessGroupGloo._Options`,
-`torch.testing._internal.distributed.fake_pg`.
+`torch._C._distributed_c10d._register_process_group` and its siblings,
+`torch._C._distributed_c10d._create_work_from_future`, `ProcessGroupGloo._Options`,
+`ProcessGroup._allgather_base`, `ProcessGroup._reduce_scatter_base`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # its stubs type names as a NewType that not every supported torch has
@@ -63,15 +65,84 @@ def unbind_groups(names: Iterable[str]) -> None:
 def alone_of(rank: int, world: int) -> Iterator[None]:
     """Make this process a rank of a default process group whose other ranks do not exist.
 
-    Collectives then return at once, with meaningless values. Use it to try out a rank's calls.
+    Collectives then return what they would if all ranks had this rank's data. Use it to try out a
+    rank's calls.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    if not hasattr(dist.Backend, _MIRRORED.upper()):
+        devices = ["cpu", "cuda"]
+        dist.Backend.register_backend(_MIRRORED, _MirroredGroup, devices=devices)
+    dist.init_process_group(_MIRRORED, rank=rank, world_size=world, store=_C10D.HashStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+_MIRRORED = "trainload_mirrored"
+
+
+_AnyGroup: Any = dist.ProcessGroup
+"""torch's stubs declare overloads that a subclass in Python need not have."""
+
+
+class _MirroredGroup(_AnyGroup):  # type: ignore[misc]  # its class is Any
+    """A process group whose other ranks have the same data as this one.
+
+    Args:
+        store, timeout: unused; torch passes them.
+        rank: rank of this process.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        super().__init__(rank, size)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return _MIRRORED
+
+    def barrier(self, *_: Any) -> Any:
+        return _done([])
+
+    def broadcast(self, tensors: list[Tensor], *_: Any) -> Any:
+        return _done(tensors)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        if options is None or options.reduceOp == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self.size())
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> Any:
+        return self.allreduce(tensors, options)
+
+    def _allgather_base(self, output: Tensor, part: Tensor, *_: Any) -> Any:
+        output.view(self.size(), -1).copy_(part.reshape(1, -1))
+        return _done([output])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], parts: list[Tensor], *_: Any
+    ) -> Any:
+        for output, part in zip(outputs, parts, strict=True):
+            self._allgather_base(output, part)
+        return _done(outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
+        output.copy_(whole.reshape(self.size(), *output.shape)[self.rank()])
+        return self.allreduce([output], options)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], wholes: list[Tensor], options: Any = None
+    ) -> Any:
+        for output, whole in zip(outputs, wholes, strict=True):
+            self._reduce_scatter_base(output, whole, options)
+        return _done(outputs)
+
+
+def _done(result: list[Tensor]) -> Any:
+    """Return the work of a collective that has ended."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return _C10D._create_work_from_future(future)
 
 
 def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:

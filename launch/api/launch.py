@@ -250,8 +250,7 @@ class DryRunReport:
             are faster the next time.
         run_seconds: estimated duration of the run at the speed of the trial steps if no rank waited
             for another; None for a pipeline, whose ranks cannot run alone.
-        interpreted: for each graph that would run interpreted, the reason. With several ranks,
-            graphs that communicate are compared only when the run begins.
+        interpreted: for each graph that would run interpreted, the reason.
     """
 
     package: Path

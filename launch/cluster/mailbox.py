@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainload.core.errors import TrainloadError
 from trainload.launching.run.activity import Doing
@@ -100,6 +101,8 @@ class Mailbox:
         self._out_events: list[Event] = []
         self._out_met: list[Request] = []
         self._out_printed: dict[int, str] = {}
+        self._makers: dict[str, str] = {}
+        self._builds: dict[str, list[Any]] = {}
 
     def begin(self, attempt: int) -> None:
         """Start a new attempt: discard the state of the previous one.
@@ -108,6 +111,24 @@ class Mailbox:
         """
         self._attempt, self._failure, self._request = attempt, None, Request.NONE
         self._reports, self._beats, self._met, self._out_met = {}, {}, [], []
+        self._makers, self._builds = {}, {}
+
+    def claim_build(self, attempt: int, name: str, node: str) -> tuple[str, list[Any]]:
+        """Return the node that makes a build in this attempt, which is the first that asks, and
+        [reference of the build's files] once a node has it, [] before.
+        """
+        if attempt != self._attempt:
+            return node, []
+        found = self._builds.get(name, [])
+        return ("" if found else self._makers.setdefault(name, node)), found
+
+    def add_build(self, attempt: int, name: str, files: list[Any]) -> None:
+        """Receive [reference of the files] of a build that a node has.
+
+        It is in a list since Ray would otherwise pass the files themselves.
+        """
+        if attempt == self._attempt:
+            self._builds.setdefault(name, files)
 
     def report(
         self, attempt: int, node: str, number: int, report: NodeReport

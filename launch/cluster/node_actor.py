@@ -13,14 +13,25 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from trainload.core.errors import TrainingError
 from trainload.launching.cluster.relay import Relay
+from trainload.launching.cluster.shared_builds import SharedBuilds
 from trainload.launching.ranks.fork_server import Child, ServerOptions
-from trainload.launching.ranks.rank_messages import Abort, Failing, Finished, Prepare, Train
+from trainload.launching.ranks.rank_messages import (
+    Abort,
+    Failing,
+    Finished,
+    Has,
+    Lacks,
+    Prepare,
+    Provided,
+    Train,
+)
 
 GRACE_SECONDS = 3.0
 """Time to wait for further failures after the first one, which may be a consequence of theirs."""
@@ -106,7 +117,9 @@ class NodeActor:
             if self._relay is not relay:  # the attempt has been ended
                 return {}
             preparer = self._preparer = self._fork(0, "prepare").serve(numbers[0], relay)
-        preparer.send(Prepare(args.spec, numbers, quiet))
+        shares = len(set(args.seats)) > 1
+        preparer.shared = SharedBuilds(args.mailbox, args.attempt, self._node)
+        preparer.send(Prepare(args.spec, numbers, quiet, shares))
         failures = {
             number: replace(failure, text=f"preparing the node: {failure.text}")
             for number, failure in _wait_for([preparer]).items()
@@ -229,6 +242,7 @@ class _Rank:
         finished: set while it has no task, or has ended.
         failure: failure of its last task.
         has_ended: True if the process has ended.
+        shared: exchange of builds with other nodes, for the process that prepares a node.
     """
 
     def __init__(self, child: Child, device: str) -> None:
@@ -239,6 +253,7 @@ class _Rank:
         self.finished.set()
         self.failure: RankFailure | None = None
         self.has_ended = False
+        self.shared: SharedBuilds | None = None
         self._relay: Relay | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._receive, name="rank", daemon=True)
@@ -286,8 +301,15 @@ class _Rank:
                 self.failure = RankFailure(died=False, text=message.text)
             elif isinstance(message, Finished):
                 self.finished.set()
+            elif isinstance(message, Lacks | Has):
+                assert self.shared is not None, "only a process that prepares a node sends these"
+                threading.Thread(
+                    target=self._share, args=(self.shared, message), daemon=True
+                ).start()
             else:
                 relay.receive(self, message)
+        if self.shared is not None:
+            self.shared.end()
         status = self.child.exit_status() or 0
         with self._lock:
             self.has_ended = True
@@ -299,6 +321,12 @@ class _Rank:
                 )
                 self.failure = RankFailure(died=True, text=text)
             self.finished.set()
+
+    def _share(self, shared: SharedBuilds, message: Lacks | Has) -> None:
+        if isinstance(message, Has):
+            shared.give(message.name, Path(message.folder))
+        else:
+            self.send(Provided(shared.fetch(message.name, Path(message.folder))))
 
 
 def _gpus_of_this_actor() -> list[str]:

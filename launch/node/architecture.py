@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from trainload.autograd_trace.derivation.inductor import cpp_compiler_version
-
-Facts = dict[str, int | str | None]
-"""Names of facts -> values, which may be written as JSON."""
+from trainload.packaging.builds.build_record import Facts
 
 
 def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
@@ -28,7 +26,8 @@ def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
 
     Example:
         >>> architecture_of(torch.device("cpu"), 4)
-        {'device': 'cpu', 'machine': 'x86_64', 'capability': 'AVX512', 'threads': 4}
+        {'device': 'cpu', 'machine': 'x86_64', 'capability': 'AVX512', 'threads': 4,
+         'instructions': 'aes amx_bf16 amx_int8 amx_tile avx avx2 avx512_bf16 ...'}
         >>> architecture_of(torch.device("cuda", 0))
         {'device': 'cuda', 'capability': '9.0', 'multiprocessors': 132, 'shared_memory': 232448,
          'name': None}
@@ -46,8 +45,17 @@ def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
         "device": "cpu",
         "machine": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "instructions": _instructions(),
         "threads": threads or torch.get_num_threads(),
     }
+
+
+def _instructions() -> str:
+    """Return the instruction sets of this CPU, all of which the compiler may use
+    (-march=native).
+    """
+    told: Any = torch.cpu.get_capabilities()
+    return " ".join(sorted(name for name, value in told.items() if value is True))
 
 
 def toolchain_of(device: torch.device) -> Facts:

@@ -28,18 +28,26 @@ from trainload.autograd_trace.derivation.inductor import (
     has_cpp_compiler,
     load_compiled,
 )
+from trainload.autograd_trace.derivation.kernels import KERNELS
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import StorageError
-from trainload.launching.node.build_key import build_key, device_of, threads_of
+from trainload.core.paths import link_or_copy
+from trainload.launching.node.build_key import (
+    build_name,
+    build_target,
+    device_of,
+    threads_of,
+)
 from trainload.launching.node.built_graphs import Built, BuiltGraph, BuiltStages, Call, Crossing
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
 from trainload.launching.node.side_by_side import side_by_side
 from trainload.launching.node.utilisation import Work, work_of
+from trainload.packaging.builds.build_record import Target
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
 from trainload.sharding.pipeline.stages import Part, Value
@@ -60,17 +68,25 @@ _INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
+Source = Callable[[Target, int, Path], bool]
+"""Function that fetches a part of a build: for a target, the graphs of the ranks with an index on
+the pipeline axis, into a folder. It returns False if it has none, and then leaves the folder empty.
+"""
+
+
+def _fetch_nothing(_target: Target, _index: int, _folder: Path) -> bool:
+    """Have no builds: the default of sources."""
+    return False
+
+
 def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
     """Return True if this node's cache holds a build for a run on CPUs.
 
     A build with evaluation graphs always counts, one without them only if `evaluates` is False.
     """
     threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
-    keys = {
-        build_key(package, plan, device_of(plan), evaluates=whole, threads=threads)
-        for whole in (True, evaluates)
-    }
-    return any((cache_dir / "compiled" / key).is_dir() for key in keys)
+    targets = _targets(package, plan, device_of(plan), evaluates=evaluates, threads=threads)
+    return any((cache_dir / "compiled" / build_name(each, 0)).is_dir() for each in targets)
 
 
 def compile_build(
@@ -83,11 +99,13 @@ def compile_build(
     *,
     evaluates: bool = True,
     processes: int = 1,
+    fetch: Source = _fetch_nothing,
+    share: Source = _fetch_nothing,
 ) -> Path:
-    """Ensure that the node's cache holds the build. The node's first process compiles it, the
-    others wait.
+    """Ensure that the node's cache holds the build. The node's first process fetches or compiles
+    it, the others wait.
 
-    A build without evaluation graphs is not made if one with them exists, and a build with
+    A build without evaluation graphs is not made if there is one with them, and a build with
     evaluation graphs reuses the graphs of one without them.
 
     Args:
@@ -100,6 +118,9 @@ def compile_build(
         evaluates: True if the run has held-out data.
         processes: number of forked processes that compile graphs at a time; 1: this process
             compiles them. See `side_by_side` for who may fork.
+        fetch: source of builds that were made before.
+        share: source of builds that another node is about to make. It is asked last, and only for
+            what is compiled here otherwise.
 
     Returns:
         Folder of the complete build.
@@ -108,34 +129,81 @@ def compile_build(
         ChildEnded: a process that compiles a graph was killed.
         StorageError: the cache is full or cannot be written.
     """
+    targets = _targets(package, plan, device, evaluates=evaluates)
     with _no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
-        smaller, larger = (
-            root / build_key(package, plan, device, pipeline_index, evaluates=each)
-            for each in (False, True)
-        )
-        if not evaluates and _is_kept(larger):
-            return larger
-        final = larger if evaluates else smaller
-        use(final)
-        with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
-            if _is_whole(final):
-                return final
-            shutil.rmtree(final, ignore_errors=True)
-            remove_temporaries(final)
-            before = smaller if _is_kept(smaller) else None
-            make_room(cache_dir)
-            with (
-                new_folder(final) as temporary,
-                own_kernels(cache_dir, temporary),
-                deterministic(),
-                asking_ahead(device, forks=processes > 1),
-            ):
-                graphs, work = _make_graphs(
-                    package, plan, device, pipeline_index, on_stage, evaluates=evaluates
-                )
-                _compile_into(temporary, graphs, work, plan, on_stage, before, processes)
-        return final
+        folders = {target.key: root / build_name(target, pipeline_index) for target in targets}
+        for folder in folders.values():
+            if _is_kept(folder):
+                return folder
+        target = targets[-1]
+        smaller = _targets(package, plan, device, evaluates=False)[-1]
+        before = root / build_name(smaller, pipeline_index)
+        reused = before if smaller != target and _is_kept(before) else None
+        for each in targets:
+            if _add(folders[each.key], cache_dir, partial(fetch, each, pipeline_index)):
+                return folders[each.key]
+
+        def make(draft: Path) -> bool:
+            if not share(target, pipeline_index, draft):
+                with (
+                    own_kernels(cache_dir, draft),
+                    deterministic(),
+                    asking_ahead(device, forks=processes > 1),
+                ):
+                    graphs, work = _make_graphs(
+                        package, plan, device, pipeline_index, on_stage, evaluates=evaluates
+                    )
+                    _compile_into(draft, graphs, work, plan, on_stage, reused, processes)
+            return True
+
+        _add(folders[target.key], cache_dir, make)
+        return folders[target.key]
+
+
+def _targets(
+    package: Package,
+    plan: Plan,
+    device: torch.device,
+    *,
+    evaluates: bool,
+    threads: int | None = None,
+) -> list[Target]:
+    """Return the targets whose builds a run can use, the one that it needs last: a build with
+    evaluation graphs also serves a run without held-out data.
+    """
+    flags = (True,) if evaluates else (True, False)
+    found = [build_target(package, plan, device, evaluates=flag, threads=threads) for flag in flags]
+    return found[-1:] if found[0] == found[-1] else found
+
+
+class _NothingAdded(Exception):
+    """Raised within `new_folder` so that the folder does not appear."""
+
+
+def _add(final: Path, cache_dir: Path, fill: Callable[[Path], bool]) -> bool:
+    """Add a folder to the node's cache, unless another process has added it meanwhile.
+
+    Args:
+        final: the folder.
+        cache_dir: the node's cache.
+        fill: function that fills a draft of the folder; it returns False if it cannot.
+
+    Returns:
+        True if the cache has the folder now.
+    """
+    use(final)
+    with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
+        if _is_whole(final):
+            return True
+        shutil.rmtree(final, ignore_errors=True)
+        remove_temporaries(final)
+        make_room(cache_dir)
+        with suppress(_NothingAdded), new_folder(final) as draft:
+            if not fill(draft):
+                raise _NothingAdded
+            return True
+    return False
 
 
 @contextmanager
@@ -164,10 +232,18 @@ def compiled_graphs(folder: Path) -> dict[str, Compiled]:
     index = json.loads((folder / _INDEX).read_bytes())
     return {
         name: Compiled(
-            tuple(OutlinedRegion(**region) for region in entry["regions"]), entry["flat_because"]
+            tuple(OutlinedRegion(**region) for region in entry["regions"]),
+            entry["flat_because"],
+            tuple(entry["kernels"]),
         )
         for name, entry in index["compiled"].items()
     }
+
+
+def graph_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of the graphs of a build that are compiled, sorted."""
+    index = json.loads((folder / _INDEX).read_bytes())
+    return tuple(sorted(index["compiled"]))
 
 
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
@@ -341,8 +417,9 @@ def _compile_into(
             # it does not have the graph, or was just evicted from the cache
             with suppress(FileNotFoundError):
                 before = compiled_graphs(other)
-                shutil.copyfile(other / file.name, file)
-                compiled[name] = before[name]
+                if name in before:
+                    _copy_graph(other, draft, file.name, before[name].kernels)
+                    compiled[name] = before[name]
         if not file.exists():
             pending[name] = partial(_try_to_compile, module, file, groups)
     for name, (result, reason, seconds) in side_by_side(pending, processes):
@@ -364,9 +441,24 @@ def _compile_into(
         "failed": failed,
         "compiled": {name: asdict(each) for name, each in compiled.items()},
         "work": work,
-        "digests": {path.name: sha256_file(path) for path in sorted(draft.glob("*.bin"))},
+        "digests": {
+            path.relative_to(draft).as_posix(): sha256_file(path)
+            for pattern in ("*.bin", f"{KERNELS}/*")
+            for path in sorted(draft.glob(pattern))
+        },
     }
     (draft / _INDEX).write_bytes(canonical_json(index))
+
+
+def _copy_graph(source: Path, target: Path, file: str, kernels: Sequence[str]) -> None:
+    """Copy a graph and its kernels from one build to another.
+
+    Raises FileNotFoundError if the build does not have it.
+    """
+    for kernel in kernels:
+        with suppress(FileExistsError):
+            link_or_copy(source / KERNELS / kernel, target / KERNELS / kernel)
+    shutil.copyfile(source / file, target / file)
 
 
 def _try_to_compile(

@@ -1,20 +1,22 @@
-"""The key of a build in the node's cache: a hash of all that the compiled graphs depend on."""
+"""The target of a build: all that its compiled graphs depend on."""
 
 from __future__ import annotations
 
-import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from trainload.core.canonical_json import canonical_json
+from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.launching.node.architecture import architecture_of, toolchain_of
+from trainload.packaging.builds.build_record import Target
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
-BUILD_VERSION = 18
-"""Part of every build key.
+BUILD_VERSION = 19
+"""Part of every build's job.
 
 Increase it when the graphs made from the same package and plan, or their compilation, change.
 """
@@ -41,36 +43,38 @@ def device_of(plan: Plan) -> torch.device:
     return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", 0)
 
 
-def build_key(
+def build_target(
     package: Package,
     plan: Plan,
     device: torch.device,
-    pipeline_index: int = 0,
     *,
     evaluates: bool = True,
     threads: int | None = None,
-) -> str:
-    """Return a hash of all that a compiled build depends on.
+) -> Target:
+    """Return what a build for a device of this machine depends on.
 
     That is the program, its graphs, the parts of the plan that determine them, the versions of what
     compiles them, and the architecture, which on CPUs includes the number of threads of a worker
     (by default, those of this process).
     """
-    parts = {
+    job = {
         "build": BUILD_VERSION,
         "program": _without_rates(package.manifest).program_digest,
         "graphs": package.manifest.step_graphs(evaluates=evaluates),
-        "plan": (
-            plan.model_dump(mode="json", include=_SHAPING)
-            | {
-                "world": plan.world_size,
-                "index": pipeline_index,
-            }
-        ),
-        "toolchain": toolchain_of(device),
-        "architecture": architecture_of(device, threads),
+        "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size},
     }
-    return hashlib.sha256(canonical_json(parts)).hexdigest()[:32]
+    return Target(
+        job=sha256_bytes(canonical_json(job)),
+        toolchain=toolchain_of(device),
+        architecture=architecture_of(device, threads),
+    )
+
+
+def build_name(target: Target, pipeline_index: int) -> str:
+    """Return the name, in the node's cache, of the graphs for a target of the ranks with an index
+    on the pipeline axis.
+    """
+    return f"{target.key}-{pipeline_index}"
 
 
 def _without_rates(manifest: Manifest) -> Manifest:
@@ -85,6 +89,17 @@ def _without_rates(manifest: Manifest) -> Manifest:
         update={"groups": groups, "schedules": (), "seed": 0, "steps": 1}
     )
     return manifest.model_copy(update={"recipe": recipe})
+
+
+@contextmanager
+def using_threads(number: int) -> Iterator[None]:
+    """Use a number of threads within the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def threads_of(local_world: int) -> int:

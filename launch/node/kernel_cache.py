@@ -43,7 +43,7 @@ def own_kernels(cache_dir: Path, draft: Path) -> Iterator[None]:
     So a process that is killed would leave a partial library that fails every later run, and a
     compiler that outlives it could overwrite a library of the next process.
     """
-    shared, own = _kernels(cache_dir), draft / "kernels"
+    shared, own = _kernels(cache_dir), draft / "inductor"
     _link_files(shared, own)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
     try:

@@ -20,11 +20,13 @@ class Prepare:
         spec: the run, as JSON.
         ranks: ranks on the node.
         quiet: report no durations.
+        shares: True if other nodes of the run may make a build that this one needs.
     """
 
     spec: str
     ranks: tuple[int, ...]
     quiet: bool
+    shares: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,44 @@ class Failing:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Message: a task has ended, and nothing of it is left but what is kept on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """Message: this node does not have a build that it needs.
+
+    Attributes:
+        name: name of the build in the nodes' caches.
+        folder: an empty folder for it.
+    """
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """Message to the process that prepares a node, in answer to `Lacks`.
+
+    Attributes:
+        found: True if the folder was filled with the build of another node; False if this node is
+            to make it.
+    """
+
+    found: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Has:
+    """Message: this node has a build that others may fetch.
+
+    Attributes:
+        name: name of the build.
+        folder: its folder in the node's cache.
+    """
+
+    name: str
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ from trainload.launching.ranks.rank_messages import (
     Finished,
     Flush,
     Flushed,
+    Has,
+    Lacks,
     Met,
     Prepare,
     Printed,
+    Provided,
     Train,
 )
 from trainload.launching.run.activity import Activity
@@ -74,6 +78,8 @@ def _receive(
                 contact.request(message)
             elif isinstance(message, Flushed):
                 contact.hear_flushed(message.number)
+            elif isinstance(message, Provided):
+                contact.provided.put(message.found)
             elif isinstance(message, Abort):
                 contact.aborted.set()
                 abort_groups(contact.groups)
@@ -112,7 +118,8 @@ def _execute(task: Prepare | Train, contact: PipeContact, keeper: Keeper) -> Fai
 
 def _prepare(task: Prepare, contact: PipeContact) -> None:
     spec = RunSpec.model_validate_json(task.spec)
-    prepare_node(spec, task.ranks, contact, quiet=task.quiet)
+    shared = contact if task.shares else None
+    prepare_node(spec, task.ranks, contact, quiet=task.quiet, shared=shared)
 
 
 def _train(task: Train, contact: PipeContact, keeper: Keeper) -> None:
@@ -156,12 +163,14 @@ class PipeContact:
 
     Attributes:
         groups: names of the process groups of the current task.
+        provided: answers to requests for builds: True if another node has provided one.
         aborted, lingers: as in `Contact`.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.groups: tuple[str, ...] = ()
+        self.provided: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.aborted, self.lingers = threading.Event(), False
         self._sending = threading.Lock()
         self._request = Request.NONE
@@ -203,6 +212,15 @@ class PipeContact:
         if self._request is request:
             self._request = Request.NONE
             self.send(Met(request))
+
+    def fetch_build(self, name: str, folder: Path) -> bool:
+        """Fill a folder with a build of another node; return False if this node is to make it."""
+        self.send(Lacks(name, str(folder)))
+        return self.provided.get()
+
+    def give_build(self, name: str, folder: Path) -> None:
+        """Let other nodes fetch a build that this node has."""
+        self.send(Has(name, str(folder)))
 
     def printed(self, text: str) -> None:
         """Send output of this process."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,16 +23,20 @@ from trainload.launching.node.build import (
     load_build,
     uncompiled_build,
 )
-from trainload.launching.node.build_key import device_of, threads_of
+from trainload.launching.node.build_key import build_name, device_of, threads_of
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.node.fetched_builds import fetched_builds
 from trainload.launching.node.libraries import library_warnings
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
+from trainload.packaging.builds.build_record import Target
 from trainload.packaging.package import Package
 from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 _PROCESSES_AT_MOST = 4
 """A process that compiles a graph of a large model takes a GiB."""
@@ -41,19 +47,37 @@ def set_threads(local_world: int) -> None:
     torch.set_num_threads(threads_of(local_world))
 
 
-def prepare_node(
-    spec: RunSpec, ranks: Sequence[int], contact: Contact, *, quiet: bool = False
-) -> None:
-    """Prepare a node before the process group is formed: compile into its cache, and convert the
-    data.
+class Sharing(Protocol):
+    """Exchange of builds with the other nodes of a run."""
 
-    It runs once per node, and nothing in it depends on other nodes.
+    def fetch_build(self, name: str, folder: Path) -> bool:
+        """Fill an empty folder with the build of this name (`build_name`) that another node makes,
+        or return False if this node is to make it.
+        """
+
+    def give_build(self, name: str, folder: Path) -> None:
+        """Let other nodes fetch a build of this node's cache."""
+
+
+def prepare_node(
+    spec: RunSpec,
+    ranks: Sequence[int],
+    contact: Contact,
+    *,
+    quiet: bool = False,
+    shared: Sharing | None = None,
+) -> None:
+    """Prepare a node before the process group is formed: fetch or compile its graphs, and convert
+    the data.
+
+    It runs once per node.
 
     Args:
         spec: the run.
         ranks: ranks on this node.
         contact: connection to the driver.
         quiet: do not report how long it took.
+        shared: exchange of builds with the other nodes; None if there are none.
 
     Raises:
         StorageError: this node cannot write the run's checkpoints.
@@ -73,20 +97,58 @@ def prepare_node(
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            folder = compile_build(
-                package,
-                spec.plan,
-                device_of(spec.plan),
-                default_cache_dir(),
-                lambda *_: None,
-                index,
-                evaluates=spec.evaluates,
-                processes=compiling_processes(spec.plan),
-            )
+            folder = _obtain_build(spec, package, index, contact, shared)
             if not quiet:
                 _report_layers(contact, folder)
         if not quiet:
             contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+
+
+def _obtain_build(
+    spec: RunSpec, package: Package, index: int, contact: Contact, shared: Sharing | None
+) -> Path:
+    """Fetch or compile a build unless the node's cache has it, report from where it came, and let
+    the other nodes have it.
+    """
+    began = time.perf_counter()
+    came_from = "the cache"
+
+    def warn(message: str) -> None:
+        contact.write("warning", message=f"{socket.gethostname()}: {message}")
+
+    stored = fetched_builds(spec.package, spec.policies, warn)
+
+    def fetch(target: Target, of_index: int, folder: Path) -> bool:
+        nonlocal came_from
+        found = stored(target, of_index, folder)
+        came_from = "the store" if found else came_from
+        return found
+
+    def share(target: Target, of_index: int, folder: Path) -> bool:
+        nonlocal came_from
+        name = build_name(target, of_index)
+        found = shared is not None and shared.fetch_build(name, folder)
+        came_from = "another node" if found else "this node's compiler"
+        return found
+
+    folder = compile_build(
+        package,
+        spec.plan,
+        device_of(spec.plan),
+        default_cache_dir(),
+        lambda *_: None,
+        index,
+        evaluates=spec.evaluates,
+        processes=compiling_processes(spec.plan),
+        fetch=fetch,
+        share=share,
+    )
+    if shared is not None:
+        shared.give_build(folder.name, folder)
+    if came_from != "the cache":
+        seconds = time.perf_counter() - began
+        contact.write("build", host=socket.gethostname(), source=came_from, seconds=seconds)
+    return folder
 
 
 def compiling_processes(plan: Plan) -> int:
@@ -180,6 +242,7 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
             lambda *_: None,
             pipeline_index,
             evaluates=evaluates,
+            fetch=fetched_builds(spec.package, spec.policies, _log.warning),
         )
         return load_build(folder, package, spec.plan, default_cache_dir()), folder
     if spec.compile and spec.require_compiled:

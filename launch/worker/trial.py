@@ -1,8 +1,8 @@
 """Trial steps of a run by its first rank alone, which a dry run executes on one node.
 
 Everything is as in the run (the node's cache, compiled graphs, weights, rows), except that the
-other ranks do not exist and buffers for their data stay unchanged. So the times are those of a rank
-that never waits, and the loss is meaningless.
+other ranks do not exist: collectives return what they would if all had this rank's data. So the
+times are those of a rank that never waits, and the loss is meaningless.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Trial:
         step: the fastest later step.
         compare: comparing compiled graphs with interpreted ones, which is part of the first steps.
         compiled: True if the graphs are compiled.
-        interpreted: for each graph that runs interpreted nevertheless, the reason. Graphs that
-            communicate with other ranks are compared only when the run begins.
+        interpreted: for each graph that runs interpreted nevertheless, the reason.
     """
 
     package: float

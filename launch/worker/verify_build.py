@@ -41,7 +41,6 @@ from trainload.launching.worker.out_of_memory import is_out_of_memory
 from trainload.launching.worker.rounding import explained_distances, rounded_runs
 from trainload.launching.worker.row_limit import fitting_rows
 from trainload.packaging.package import Package
-from trainload.sharding.analysis.collectives import Collective
 from trainload.sharding.plans.device_step_graphs import places_in_step
 from trainload.sharding.plans.plan import Bucket, Plan
 from trainload.sharding.rewriting.rank_graphs import update_name
@@ -63,7 +62,8 @@ class Verifier:
         folder: folder of the build, in which comparisons are stored.
         control: group of the ranks that call the same graphs in the same order, on a separate
             backend: all ranks or, in a pipeline, those with the same stages, since the others wait
-            for messages of these. None if there is one rank, or the others do not exist.
+            for messages of these. None if there is one rank, or if the others are only mirrored
+            (`alone_of`).
         required: True to raise an error instead of running a graph interpreted.
         decided: earlier decisions of the run: graph -> True if it runs interpreted.
         tell: called with the comparison of every graph that will run interpreted, the same on every
@@ -101,7 +101,6 @@ class Verifier:
         self._index = plan.pipeline_index(rank)
         self._plain: Mapping[str, GraphModule] = {}
         self._buckets = {bucket.name: bucket for bucket in plan.held_buckets(self._index)}
-        self._collectives: Mapping[str, Sequence[Collective]] = {}
         self._names: set[str] = set()
         self.comparing = comparing
         self.decided = dict(decided or {})
@@ -115,7 +114,7 @@ class Verifier:
             CompileError: a graph runs interpreted by an earlier decision, and the run requires
                 compiled graphs.
         """
-        self._collectives, self._names = built.collectives, built.names()
+        self._names = built.names()
         self.decided = {
             name: interpreted for name, interpreted in self.decided.items() if name in self._names
         }
@@ -267,12 +266,6 @@ class Verifier:
     def _choose_call(self, graph: BuiltGraph) -> Call:
         if graph.name in self.decided:
             return self.plain(graph.name) if self.decided[graph.name] else graph.call
-        if (
-            self._control is None
-            and self._plan.world_size > 1
-            and any(each.is_called for each in self._collectives.get(graph.name, ()))
-        ):
-            return graph.call  # the other ranks do not exist
         return _ComparedCall(self, graph)
 
     def _read_common(self, names: Collection[str]) -> dict[str, Comparison]:

@@ -9,7 +9,8 @@ CONSTANTS = "constants.safetensors"
 INDEX = "weights/model.safetensors.index.json"
 NON_PERSISTENT = "weights/non-persistent.safetensors"
 CHUNKS = "weights/chunks.json"
-OUTSIDE = ("debug", "derived", "signatures")
+SIGNATURES = "signatures"
+OUTSIDE = ("debug", "derived", SIGNATURES)
 """Folders whose files are not part of the package's identity."""
 EXTENSIONS = "extensions"
 """The folder of wheels."""

@@ -21,6 +21,7 @@ from trainload.packaging.format.field_types import Identifier, Sha256
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.signatures.keys import identity_of, read_pem
+from trainload.packaging.signatures.signature_file import signed_files
 from trainload.packaging.signatures.vouching import Refused, vouched_for
 
 POLICY = "TRAINLOAD_POLICY"
@@ -47,6 +48,9 @@ class Policy(BaseModel):
         extensions: rule for packages with operator libraries in extensions/. "never": they are not
             run; "signed": they must be signed as for `require_signature`, and then load the
             libraries; None: the user decides.
+        build_makers: public keys or certificates, as PEM, of those whose builds may be loaded: a
+            build in a store is native code. (): nobody's; None: this policy has no rule, and
+            without such a rule in any policy no build is loaded.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -59,6 +63,7 @@ class Policy(BaseModel):
     deny: Annotated[tuple[Sha256, ...], Field(strict=False)] = ()
     namespaces: Annotated[tuple[Identifier, ...], Field(strict=False)] | None = None
     extensions: Literal["never", "signed"] | None = None
+    build_makers: Annotated[tuple[str, ...], Field(strict=False)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -73,8 +78,9 @@ class Policy(BaseModel):
                 "identities and signatures have no effect without require_signature = true or"
                 ' extensions = "signed"'
             )
-        if len(set(self.identities)) < len(self.identities):
-            raise ValueError("an identity is listed twice")
+        for identities in (self.identities, self.build_makers or ()):
+            if len(set(identities)) < len(identities):
+                raise ValueError("an identity is listed twice")
         if set(self.allow) & set(self.deny):
             raise ValueError(
                 f"the digest {min(set(self.allow) & set(self.deny))} is both allowed and denied"
@@ -107,12 +113,13 @@ def read_policy(path: Path) -> Policy:
         raise PolicyError(f"the policy is not valid TOML: {error}", where=where) from error
     if "source" in fields:
         raise PolicyError("the policy has an unknown key", where=where, got="source")
-    identities = fields.get("identities")
-    if isinstance(identities, list):
-        fields["identities"] = [
-            _pem(identity, path) if isinstance(identity, str) else identity
-            for identity in identities
-        ]
+    for key in ("identities", "build_makers"):
+        identities = fields.get(key)
+        if isinstance(identities, list):
+            fields[key] = [
+                _pem(identity, path) if isinstance(identity, str) else identity
+                for identity in identities
+            ]
     return _policy({**fields, "source": where}, where)
 
 
@@ -244,7 +251,7 @@ def _check(path: Path, manifest: Manifest, digest: str, policy: Policy) -> None:
             identity_of(pem, f"identity {number} of {policy.source}")
             for number, pem in enumerate(policy.identities, 1)
         ]
-        signed, lacking = vouched_for(path, manifest, digest, identities)
+        signed, lacking = vouched_for(path, signed_files(manifest, digest), identities)
         # two identities with the same key count once
         count = min(len(signed), len({vouched.signer for vouched in signed}))
         if count < policy.signatures:

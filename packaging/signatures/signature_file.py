@@ -28,9 +28,8 @@ from trainload.core.paths import open_inside
 from trainload.packaging.format.field_types import SafePath, Sha256
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import walk
-from trainload.packaging.format.package_paths import MANIFEST
+from trainload.packaging.format.package_paths import MANIFEST, SIGNATURES
 
-FOLDER = "signatures"
 SUFFIX = ".sig"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 """Pattern of a signature's name, without its suffix."""
@@ -71,14 +70,13 @@ class SignatureFile:
         """The claimed signer, for messages."""
         return f"a {self.kind} {'certificate ' if self.kind == 'keyless' else ''}{self.signer}"
 
-    def difference(self, manifest: Manifest, digest: str) -> str | None:
-        """Describe how the signed files differ from the package, or return None if they do not.
+    def difference(self, expected_files: Mapping[str, str]) -> str | None:
+        """Describe how the signed files differ from those that must be, or return None if they do
+        not.
 
         Args:
-            manifest: the package's manifest.
-            digest: sha256 of manifest.json.
+            expected_files: path -> sha256 of exactly the files that must be signed.
         """
-        expected_files = signed_files(manifest, digest)
         missing, extra = (
             sorted(set(expected_files) - set(self.files)),
             sorted(set(self.files) - set(expected_files)),
@@ -94,12 +92,12 @@ class SignatureFile:
         listed = ", ".join(
             f"{word} {_abbreviate_paths(paths)}" for word, paths in differences if paths
         )
-        return f"the signed files differ from the package's: {listed}"
+        return f"the signed files differ from those that are here: {listed}"
 
 
 def signed_files(manifest: Manifest, digest: str) -> dict[str, str]:
-    """Return exactly the files that a signature must cover: path -> sha256 of manifest.json and
-    every file that it lists.
+    """Return exactly the files that a signature of a package must cover: path -> sha256 of
+    manifest.json and every file that it lists.
     """
     return {MANIFEST: digest, **{path: entry.sha256 for path, entry in manifest.files.items()}}
 
@@ -112,20 +110,22 @@ def signature_paths(root: Path) -> tuple[str, ...]:
     Raises:
         UnsafePackageError: a link or special file, or too many files.
     """
-    folder = root / FOLDER
+    folder = root / SIGNATURES
     if folder.is_symlink():
         raise UnsafePackageError(
-            "a package may contain only regular files and folders", where=FOLDER, got="a link"
+            "a package may contain only regular files and folders", where=SIGNATURES, got="a link"
         )
     if not folder.is_dir():
         return ()
     paths: list[str] = []
     for path, _ in walk(folder):
         if not path.startswith("."):
-            paths.append(f"{FOLDER}/{path}")
+            paths.append(f"{SIGNATURES}/{path}")
         if len(paths) > MAX_SIGNATURES:
             raise UnsafePackageError(
-                "there are too many signatures", where=FOLDER, expected=f"at most {MAX_SIGNATURES}"
+                "there are too many signatures",
+                where=SIGNATURES,
+                expected=f"at most {MAX_SIGNATURES}",
             )
     return tuple(paths)
 
@@ -137,12 +137,12 @@ def read_signature(root: Path, path: str) -> SignatureFile:
         UnsafePackageError: it is a link, too large, or nested too deeply.
         IntegrityError: it is missing or malformed.
     """
-    name = path.removeprefix(f"{FOLDER}/").removesuffix(SUFFIX)
+    name = path.removeprefix(f"{SIGNATURES}/").removesuffix(SUFFIX)
     if not path.endswith(SUFFIX) or not NAME.fullmatch(name):
         raise IntegrityError(
             "this is not a signature file",
             where=path,
-            expected=f"{FOLDER}/NAME{SUFFIX}",
+            expected=f"{SIGNATURES}/NAME{SUFFIX}",
             hint="Remove it.",
         )
     with open_inside(root, path) as file:

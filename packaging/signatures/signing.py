@@ -1,4 +1,4 @@
-"""Signing packages with OpenSSF's library `model-signing` (extra `signing`)."""
+"""Signing packages and builds with OpenSSF's library `model-signing` (extra `signing`)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pathlib import Path
 
 from trainload.core.atomic import create_file, sync_folder
 from trainload.core.canonical_json import sha256_bytes
-from trainload.core.errors import SignatureError, StorageError
+from trainload.core.errors import PackageError, SignatureError, StorageError
 from trainload.core.paths import is_full
+from trainload.packaging.builds.build_folder import check_build, is_build, listed_digests
 from trainload.packaging.format.manifest import Manifest
-from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
+from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE, SIGNATURES
 from trainload.packaging.package import read_manifest
 from trainload.packaging.signatures.keys import PrivateKey, identity_of, library, read_pem
 from trainload.packaging.signatures.signature_file import (
-    FOLDER,
     NAME,
     SUFFIX,
     SignatureFile,
     parse_signature,
+    signed_files,
 )
 from trainload.packaging.signatures.verify import verify_package
 from trainload.packaging.signatures.vouching import check_signed_by, listed
 
 
-def sign_package(
+def sign_folder(
     path: Path,
     key: PrivateKey,
     name: str | None = None,
@@ -33,14 +34,13 @@ def sign_package(
     certificate: Path | None = None,
     chain: Sequence[Path] = (),
 ) -> SignatureFile:
-    """Sign a package: write signatures/NAME.sig.
+    """Sign a package or build: write signatures/NAME.sig.
 
-    The package's digest and other signatures do not change.
-
-    Every byte that the manifest lists is read and compared first.
+    Its digest and other signatures do not change. Every byte that its manifest lists is read and
+    compared first.
 
     Args:
-        path: the package's folder.
+        path: folder of a package or a build.
         key: the signing key.
         name: NAME; None: the first 16 digits of the key's fingerprint.
         certificate: PEM file with the key's certificate. It becomes part of the signature, which is
@@ -48,7 +48,7 @@ def sign_package(
         chain: PEM files of the issuers between the certificate and its root.
 
     Raises:
-        SignatureError: the package is damaged, or the key or certificate cannot be used.
+        SignatureError: the folder is damaged, or the key or certificate cannot be used.
         StorageError: a signature of this name exists, or a file cannot be read or written.
         PackageError: there is no package, or its manifest cannot be read.
     """
@@ -68,31 +68,15 @@ def sign_package(
             got=repr(name),
             expected="letters, digits and _ . + -",
         )
-    file = f"{FOLDER}/{name}{SUFFIX}"
-    report = verify_package(path)
-    wrong = next(
-        (problem for problem in report.problems if problem.file.split("/")[0] not in OUTSIDE), None
-    )
-    if wrong is not None:
-        raise SignatureError(
-            f"the package has problems, so it was not signed: {wrong.problem}",
-            where=str(path / wrong.file),
-        )
+    file = f"{SIGNATURES}/{name}{SUFFIX}"
+    files = _checked_files(path)
     if (path / file).exists():
         raise StorageError(
             "a signature of this name already exists",
             where=str(path / file),
             hint="Choose another --name, or remove the existing signature.",
         )
-    data = read_manifest(path)
-    manifest = Manifest.from_bytes(data, MANIFEST)
-    if sha256_bytes(data) != report.digest:
-        raise SignatureError("the package was changed while it was being checked", where=str(path))
-    config = (
-        library("model_signing.signing")
-        .Config()
-        .set_hashing_config(listed(manifest, report.digest))
-    )
+    config = library("model_signing.signing").Config().set_hashing_config(listed(files))
     refusals = (ValueError, TypeError, library("cryptography.exceptions").UnsupportedAlgorithm)
     try:
         if certificate is not None:
@@ -111,11 +95,39 @@ def sign_package(
             f"the key cannot sign: {error}", where=str(certificate or key.path)
         ) from error
     if certificate is None:
-        check_signed_by(
-            signature, path, manifest, report.digest, identity_of(key.public_pem, str(key.path))
-        )
+        check_signed_by(signature, path, files, identity_of(key.public_pem, str(key.path)))
     _write_signature(path, signature)
     return signature
+
+
+def _checked_files(path: Path) -> dict[str, str]:
+    """Read every byte of a package or build, and return the files that are to be signed: path ->
+    sha256.
+
+    Raises:
+        SignatureError: it is damaged.
+    """
+    if is_build(path):
+        try:
+            return listed_digests(*check_build(path))
+        except PackageError as error:
+            raise SignatureError(
+                f"the build has problems, so it was not signed: {error.problem}",
+                where=f"{path}/{error.where}",
+            ) from error
+    report = verify_package(path)
+    wrong = next(
+        (problem for problem in report.problems if problem.file.split("/")[0] not in OUTSIDE), None
+    )
+    if wrong is not None:
+        raise SignatureError(
+            f"the package has problems, so it was not signed: {wrong.problem}",
+            where=str(path / wrong.file),
+        )
+    data = read_manifest(path)
+    if sha256_bytes(data) != report.digest:
+        raise SignatureError("the package was changed while it was being checked", where=str(path))
+    return signed_files(Manifest.from_bytes(data, MANIFEST), report.digest)
 
 
 def _write_signature(path: Path, signature: SignatureFile) -> None:

@@ -17,7 +17,12 @@ from trainload.packaging.format.package_paths import MANIFEST, OUTSIDE
 from trainload.packaging.libraries.wheels import read_wheel
 from trainload.packaging.package import check_graph, read_graph, read_manifest
 from trainload.packaging.signatures.keys import Identity
-from trainload.packaging.signatures.signature_file import Kind, read_signature, signature_paths
+from trainload.packaging.signatures.signature_file import (
+    Kind,
+    read_signature,
+    signature_paths,
+    signed_files,
+)
 from trainload.packaging.signatures.vouching import vouched_for
 from trainload.packaging.tensors.weight_shards import WeightReader
 
@@ -124,18 +129,19 @@ def _signatures(
     problems: list[Problem] = []
     states: list[SignatureState] = []
     try:
-        signed, refused = vouched_for(path, manifest, digest, identities)
-        files = signature_paths(path)
+        files = signed_files(manifest, digest)
+        signed, refused = vouched_for(path, files, identities)
+        paths = signature_paths(path)
     except UnsafePackageError as error:
         return (), [Problem(error.where, str(error))]
     identity_names = {vouched.file: vouched.identity.name for vouched in signed}
-    for file in files:
+    for file in paths:
         try:
             signature = read_signature(path, file)
         except PackageError as error:
             problems.append(Problem(file, str(error)))
             continue
-        different = signature.difference(manifest, digest)
+        different = signature.difference(files)
         if different is not None:
             problems.append(Problem(file, different))
         else:

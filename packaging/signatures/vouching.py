@@ -1,36 +1,34 @@
 """Verification of signers by OpenSSF's library `model-signing` (extra `signing`).
 
-A signature lists the sha256 of manifest.json and of every file that the manifest lists, so that any
-tool of that specification can verify the folder. The manifest contains all the other digests. So a
-signature is compared only with the manifest here, and files with the manifest when they are read: a
-worker need not read a hundred gigabytes in order to verify their signer.
+A signature of a package lists the sha256 of manifest.json and of every file that the manifest
+lists, so that any tool of that specification can verify the folder. The manifest contains all the
+other digests. So a signature is compared only with the manifest here, and files with the manifest
+when they are read: a worker need not read a hundred gigabytes in order to verify their signer. A
+build is signed likewise, with build.json as its manifest.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainload.core.errors import PackageError, SignatureError
 from trainload.core.paths import write_bytes
-from trainload.packaging.format.manifest import Manifest
-from trainload.packaging.format.package_paths import OUTSIDE
+from trainload.packaging.format.package_paths import OUTSIDE, SIGNATURES
 from trainload.packaging.signatures.keys import Identity, certificate_key, library
 from trainload.packaging.signatures.signature_file import (
-    FOLDER,
     SignatureFile,
     read_signature,
     signature_paths,
-    signed_files,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """An identity that has signed a package, with the `file` and the sha256 of the key as PEM."""
+    """An identity that has signed a folder, with the `file` and the sha256 of the key as PEM."""
 
     identity: Identity
     file: str
@@ -39,7 +37,7 @@ class Vouched:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An identity that has not signed a package, and the reason for one file."""
+    """An identity that has not signed a folder, and the reason for one file."""
 
     identity: Identity
     file: str
@@ -47,15 +45,14 @@ class Refused:
 
 
 def vouched_for(
-    path: Path, manifest: Manifest, digest: str, identities: Sequence[Identity]
+    path: Path, files: Mapping[str, str], identities: Sequence[Identity]
 ) -> tuple[tuple[Vouched, ...], tuple[Refused, ...]]:
-    """Return the identities that have signed a package and, for the others, the reasons for each
+    """Return the identities that have signed a folder and, for the others, the reasons for each
     signature file.
 
     Args:
-        path: the package's folder.
-        manifest: its manifest, as it was read.
-        digest: sha256 of the bytes that were read.
+        path: folder of a package or a build.
+        files: path -> sha256 of exactly the files that must be signed.
         identities: the identities to look for.
 
     Raises:
@@ -82,21 +79,23 @@ def vouched_for(
                     Vouched(
                         identity,
                         signature.file,
-                        check_signed_by(signature, path, manifest, digest, identity),
+                        check_signed_by(signature, path, files, identity),
                     )
                 )
                 break
             except SignatureError as error:
                 tried.append(Refused(identity, signature.file, error.problem))
         else:
-            refused += tried or [Refused(identity, FOLDER, f"there is no signature by {identity}")]
+            refused += tried or [
+                Refused(identity, SIGNATURES, f"there is no signature by {identity}")
+            ]
     return tuple(vouched), tuple(refused)
 
 
 def check_signed_by(
-    signature: SignatureFile, path: Path, manifest: Manifest, digest: str, identity: Identity
+    signature: SignatureFile, path: Path, files: Mapping[str, str], identity: Identity
 ) -> str:
-    """Check that a signature is by this identity and of this package.
+    """Check that a signature is by this identity and of these files.
 
     Return the sha256 of its key as PEM.
 
@@ -122,7 +121,7 @@ def check_signed_by(
         if identity.kind == "key"
         else certificate_key(signature.certificate, where)
     )
-    different = signature.difference(manifest, digest)
+    different = signature.difference(files)
     if different is not None:
         raise SignatureError(different, where=where)
     # the library reads files: give it the bytes that were parsed, even if the file changed
@@ -130,9 +129,7 @@ def check_signed_by(
         signed, pem = Path(folder) / "signature", Path(folder) / "identity"
         write_bytes(signed, signature.data)
         write_bytes(pem, identity.pem.encode())
-        config = (
-            library("model_signing.verifying").Config().set_hashing_config(listed(manifest, digest))
-        )
+        config = library("model_signing.verifying").Config().set_hashing_config(listed(files))
         if identity.kind == "key":
             config.use_elliptic_key_verifier(public_key=pem)
         else:
@@ -156,9 +153,12 @@ def _verify(config: Any, path: Path, signed: Path, where: str, identity: Identit
         raise SignatureError(f"it is not valid for {identity}: {error}", where=where) from error
 
 
-def listed(manifest: Manifest, digest: str) -> Any:
-    """Return a hashing configuration of the library that uses the manifest's digests instead of
-    hashing the files.
+def listed(files: Mapping[str, str]) -> Any:
+    """Return a hashing configuration of the library that uses known digests instead of hashing the
+    files.
+
+    Args:
+        files: path -> sha256 of the signed files.
     """
     base: Any = library("model_signing.hashing").Config
     manifests = library("model_signing.manifest")
@@ -172,8 +172,7 @@ def listed(manifest: Manifest, digest: str) -> Any:
         }
     )
     items = [
-        kind.new_item(file, of_digest("sha256", bytes.fromhex(sha)))
-        for file, sha in signed_files(manifest, digest).items()
+        kind.new_item(file, of_digest("sha256", bytes.fromhex(sha))) for file, sha in files.items()
     ]
 
     class Listed(base):  # type: ignore[misc]  # the library may be missing, so that its class is Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,13 @@ from trainload.core.storage.interface import NO_OPTIONS, StoredFile
 from trainload.core.storage.lease import HeldLease, LeaseRecord
 from trainload.packaging.stores.leases import GRACE, gc_lease, push_leases
 from trainload.packaging.stores.store import Store
+from trainload.packaging.stores.stored_builds import (
+    StoredBuild,
+    build_blobs,
+    builds_of,
+    jobs_with_builds,
+    remove_build,
+)
 
 _BLOB = re.compile(r"blobs/sha256/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
@@ -49,15 +57,16 @@ def gc(
     dry_run: bool = False,
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> GcReport:
-    """Remove blobs that no release of a store needs: those of aborted pushes and, with `keep`, of
-    old releases.
+    """Remove blobs that no release or build of a store needs: those of aborted pushes and, with
+    `keep`, of old releases and builds.
 
     Records of releases stay, so a line's history remains readable.
 
     Args:
         store: a folder or fsspec URL.
-        keep: keep the files of the last `keep` releases of each line and of its current one; None:
-            of all releases.
+        keep: keep the files of the last `keep` releases of each line and of its current one, and of
+            the last `keep` builds of each job for each architecture and toolchain; None: of all
+            releases and builds.
         lines: lines to which `keep` applies; None: all. The others keep the files of all releases.
         spared: line and id of releases whose files are kept regardless of age.
         grace: seconds after which a push that has not renewed its lease counts as dead.
@@ -122,6 +131,7 @@ def _collect(
     live = {path for path, lease in pushes.items() if began - lease.renewed < grace}
     removed = _retire(store, guard, rule) if rule is not None else ()
     needed = {digest for path in live for digest in pushes[path].blobs}
+    needed |= build_blobs(_kept_builds(store, guard, rule))
     for line in store.lines():
         for state in store.releases(line):
             if state.status != "removed" and f"{line} {state.release.name}" not in removed:
@@ -184,6 +194,23 @@ def _retire(store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule) -> 
                     continue
             retired.append(f"{line} {release.name}")
     return tuple(retired)
+
+
+def _kept_builds(
+    store: Store, guard: HeldLease[LeaseRecord] | None, rule: _Rule | None
+) -> list[StoredBuild]:
+    """Return the builds whose files are kept, after removing the records of the others."""
+    kept: list[StoredBuild] = []
+    for job in jobs_with_builds(store):
+        of_target: Counter[str] = Counter()
+        for stored in builds_of(store, job):
+            of_target[stored.target.key] += 1
+            if rule is None or of_target[stored.target.key] <= rule.keep:
+                kept.append(stored)
+            elif guard is not None:
+                guard.check()
+                remove_build(store, stored)
+    return kept
 
 
 def _is_draft(path: str) -> bool:

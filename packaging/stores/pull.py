@@ -169,7 +169,7 @@ def write_pulled(
                 " again."
             ),
         )
-    manifest_bytes = _fetch_manifest(files, fetch)
+    manifest_bytes = fetch_listing(files, MANIFEST, MAX_MANIFEST, fetch)
     manifest = Manifest.from_bytes(manifest_bytes, MANIFEST)
     listed = {
         file: _digest_and_size(entry)
@@ -216,7 +216,7 @@ def write_pulled(
             if _link(candidates, target, entry):
                 moved(entry.size)
             else:
-                _write(fetch(entry), target, entry, file, moved)
+                write_fetched(fetch(entry), target, entry, file, moved)
                 fetched.append(file)
             written[entry.sha256] = target
         check_tree(root, manifest)
@@ -227,13 +227,25 @@ def _digest_and_size(entry: FileEntry) -> tuple[str, int]:
     return entry.sha256, entry.size
 
 
-def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
-    entry = files[MANIFEST]
-    if entry.size > MAX_MANIFEST:
+def fetch_listing(files: Mapping[str, FileEntry], name: str, most: int, fetch: Fetch) -> bytes:
+    """Return the bytes of the file that lists the others.
+
+    Args:
+        files: the published files.
+        name: path of that file.
+        most: maximum size in bytes.
+        fetch: fetches the bytes of a file.
+
+    Raises:
+        UnsafePackageError: it is too large.
+        IntegrityError: it is damaged.
+    """
+    entry = files[name]
+    if entry.size > most:
         raise UnsafePackageError(
             "a manifest is too large",
-            where=MANIFEST,
-            expected=f"at most {MAX_MANIFEST} bytes",
+            where=name,
+            expected=f"at most {most} bytes",
             got=str(entry.size),
         )
     data = bytearray()
@@ -242,16 +254,19 @@ def _fetch_manifest(files: Mapping[str, FileEntry], fetch: Fetch) -> bytes:
         if len(data) > entry.size:
             break
     if len(data) != entry.size or sha256_bytes(bytes(data)) != entry.sha256:
-        raise _damaged_error(MANIFEST, entry, len(data), sha256_bytes(bytes(data)))
+        raise _damaged_error(name, entry, len(data), sha256_bytes(bytes(data)))
     return bytes(data)
 
 
-def _write(
+def write_fetched(
     blocks: Iterator[bytes], target: Path, entry: FileEntry, file: str, moved: Callable[[int], None]
 ) -> None:
-    """Write a file, sync it to disk, and compare it with its entry.
+    """Write a fetched file, sync it to disk, and compare it with its entry.
 
-    At most the entry's size is written.
+    At most the entry's size is written. `moved` is called with numbers of bytes.
+
+    Raises:
+        IntegrityError: it does not have the size and digest of its entry.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0

@@ -156,7 +156,7 @@ def push(
         )
     blobs = {entry.sha256: entry.size for entry in local.files.values()}
     with leased(target, blobs, on_wait) as lease:
-        sent = _send(target, local, lease, on_progress)
+        sent = send_blobs(target, local.path, local.files, lease, on_progress)
         lease.check()
         verdict: Verdict = "candidate" if rejected is None else "rejected"
         release, new = target.publish(
@@ -206,12 +206,16 @@ def _check_not_withdrawn(store: Store, release: Release, lease: PushedBlobs) -> 
         raise
 
 
-def _send(
-    store: Store, local: LocalPackage, lease: PushedBlobs, on_progress: OnProgress
+def send_blobs(
+    store: Store,
+    root: Path,
+    files: Mapping[str, FileEntry],
+    lease: PushedBlobs,
+    on_progress: OnProgress,
 ) -> list[str]:
-    """Send the blobs that the store lacks. Return their digests."""
+    """Send the files below `root` that the store lacks. Return their digests."""
     blobs: dict[str, tuple[str, FileEntry]] = {}
-    for path, entry in local.files.items():
+    for path, entry in files.items():
         blobs.setdefault(entry.sha256, (path, entry))
     total = sum(entry.size for _, entry in blobs.values())
     done = 0
@@ -229,9 +233,7 @@ def _send(
         if stored_sizes[digest] == entry.size:
             moved(entry.size)
             continue
-        store.files.send(
-            blob_path(digest), local.path / path, Expected(entry.size, entry.sha256), moved
-        )
+        store.files.send(blob_path(digest), root / path, Expected(entry.size, entry.sha256), moved)
         sent.append(digest)
     on_progress(total, total)
     return sent

@@ -6,6 +6,7 @@
     lines/LINE/current/00000003.json        history of the current release: `Pointer`; the last one
                                             is valid
     lines/LINE/marks/00000007.json          later verdicts on releases: `Mark`
+    builds/JOB/00000002.json                compiled graphs of a job: `StoredBuild`
     pushes/..., gc/...                      leases of running pushes, and of a garbage collection
 
 Everything except marks is written once. If several writers append concurrently, each tries to
@@ -77,11 +78,11 @@ class Store:
         self, url: str | Path, options: Mapping[str, Any] = NO_OPTIONS, *, create: bool = False
     ) -> None:
         self.files = open_files(url, options)
-        if self._read(StoreInfo, INFO) is not None:
+        if self.read_record(StoreInfo, INFO) is not None:
             return
         existing = self.files.names("")
         # another writer has just created it, store.json first
-        if existing and self._read(StoreInfo, INFO) is not None:
+        if existing and self.read_record(StoreInfo, INFO) is not None:
             return
         if existing:
             raise StorageError(
@@ -148,7 +149,7 @@ class Store:
 
     def release_ids(self, line: str) -> list[str]:
         """Return the ids of a line's releases, in order."""
-        return self._record_ids(f"lines/{line}/releases")
+        return self.record_ids(f"lines/{line}/releases")
 
     def release(self, line: str, release: str | int | None = None) -> Release:
         """Return a release of a line.
@@ -175,20 +176,20 @@ class Store:
 
     def current(self, line: str) -> Pointer | None:
         """Return the entry of a line's current release, or None if no release is current."""
-        ids = self._record_ids(f"lines/{line}/current")
+        ids = self.record_ids(f"lines/{line}/current")
         return self._read_pointer(line, ids[-1]) if ids else None
 
     def history(self, line: str) -> tuple[Pointer, ...]:
         """Return the history of a line's current releases, oldest first."""
         pointers = self._read_in_parallel(
-            lambda each: self._read_pointer(line, each), self._record_ids(f"lines/{line}/current")
+            lambda each: self._read_pointer(line, each), self.record_ids(f"lines/{line}/current")
         )
         return tuple(pointer for pointer in pointers if pointer is not None)
 
     def mark_of(self, line: str, release: str) -> Mark | None:
         """Return the mark of a release, or None."""
         path = f"lines/{line}/marks/{release}.json"
-        mark = self._read(Mark, path)
+        mark = self.read_record(Mark, path)
         if mark is not None and (mark.line, mark.release) != (line, release):
             raise IntegrityError(
                 "a record of the store does not match its path", where=f"{self.url}/{path}"
@@ -279,7 +280,7 @@ class Store:
         nonce = secrets.token_hex(16)
 
         def make(name: str, _last: str | None) -> Release:
-            return _make_record(
+            return make_record(
                 Release,
                 line=line,
                 id=name,
@@ -296,7 +297,7 @@ class Store:
                 nonce=nonce,
             )
 
-        return self._append(f"lines/{line}/releases", make), True
+        return self.append(f"lines/{line}/releases", make), True
 
     def promote(
         self,
@@ -356,7 +357,7 @@ class Store:
                     got=f"release {shown(before.release)}" if before else "none",
                     hint="Check `trainload releases`, and decide again.",
                 )
-            return _make_record(
+            return make_record(
                 Pointer,
                 line=line,
                 id=name,
@@ -367,7 +368,7 @@ class Store:
                 nonce=nonce,
             )
 
-        pointer = self._append(f"lines/{line}/current", make)
+        pointer = self.append(f"lines/{line}/current", make)
         self._undo_if_removed(line, record, pointer)
         return pointer
 
@@ -390,7 +391,7 @@ class Store:
                 update={"id": name, "reason": reason, "created": now(), "nonce": nonce}
             )
 
-        return self._append(f"lines/{line}/current", make)
+        return self.append(f"lines/{line}/current", make)
 
     def mark(self, line: str, release: str | int, verdict: str, reason: str) -> Mark:
         """Set the present verdict on a release: "rejected", "candidate" again, or "removed".
@@ -401,7 +402,7 @@ class Store:
             StorageError: there is no such release.
         """
         record = self.release(line, release)
-        mark = _make_record(
+        mark = make_record(
             Mark,
             line=line,
             release=record.id,
@@ -464,13 +465,13 @@ class Store:
             )
         return pointer.release
 
-    def _append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
-        """Write the record with the next number.
+    def append(self, folder: str, make: Callable[[str, str | None], R]) -> R:
+        """Write the record with the next number into a folder of the store.
 
         `make` receives its id, and the id of the last record.
         """
         for attempt in range(_TRIES):
-            ids = self._record_ids(folder)
+            ids = self.record_ids(folder)
             number = int(ids[-1][:8]) + 1 if ids else 1
             name = (
                 f"{number:08d}" if self.files.exclusive else f"{number:08d}-{secrets.token_hex(8)}"
@@ -489,7 +490,8 @@ class Store:
             hint="Try again later.",
         )
 
-    def _record_ids(self, folder: str) -> list[str]:
+    def record_ids(self, folder: str) -> list[str]:
+        """Return the ids of the records of a folder, in order."""
         names = (
             name.removesuffix(".json")
             for name in self.files.names(folder)
@@ -501,13 +503,14 @@ class Store:
         with ThreadPoolExecutor(_READERS) as pool:
             return list(pool.map(read, ids))
 
-    def _read(self, kind: type[R], path: str) -> R | None:
+    def read_record(self, kind: type[R], path: str) -> R | None:
+        """Return a record, or None if it does not exist."""
         data = self.files.read(path, MAX_RECORD)
         return None if data is None else kind.from_bytes(data, f"{self.url}/{path}")
 
     def _read_release(self, line: str, release: str) -> Release | None:
         path = f"lines/{line}/releases/{release}.json"
-        record = self._read(Release, path)
+        record = self.read_record(Release, path)
         if record is not None:
             if (record.line, record.id) != (line, release):
                 raise IntegrityError(
@@ -518,7 +521,7 @@ class Store:
 
     def _read_pointer(self, line: str, pointer: str) -> Pointer | None:
         path = f"lines/{line}/current/{pointer}.json"
-        record = self._read(Pointer, path)
+        record = self.read_record(Pointer, path)
         if record is not None and (record.line, record.id) != (line, pointer):
             raise IntegrityError(
                 "a record of the store does not match its path", where=f"{self.url}/{path}"
@@ -526,7 +529,7 @@ class Store:
         return record
 
 
-def _make_record(kind: type[R], **fields: object) -> R:
+def make_record(kind: type[R], **fields: object) -> R:
     """Return a record of fields that the caller passed.
 
     Raises:

@@ -45,6 +45,8 @@ from .launching.api.evaluate import evaluate as evaluate
 from .launching.api.launch import dry_run as dry_run
 from .launching.api.launch import launch as launch
 from .launching.api.launch import resume as resume
+from .launching.api.make_build import BuildReport as BuildReport
+from .launching.api.make_build import build as build
 from .launching.api.open_package import open as open
 from .launching.data.arrow_file import write_rows as write_rows
 from .launching.run.journal import Event as Event
@@ -59,6 +61,7 @@ from .publishing.stores import gc as gc
 from .publishing.stores import promote as promote
 from .publishing.stores import pull as pull
 from .publishing.stores import push as push
+from .publishing.stores import push_build as push_build
 from .publishing.stores import releases as releases
 from .publishing.trust import diff as diff
 from .publishing.trust import sign as sign

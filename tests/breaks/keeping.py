@@ -9,8 +9,8 @@ KEEPING: tuple[Mutation, ...] = (
         5,
         "source paths are part of the identity",
         "packaging/format/package_paths.py",
-        'OUTSIDE = ("debug", "derived", "signatures")',
-        'OUTSIDE = ("derived", "signatures")',
+        'OUTSIDE = ("debug", "derived", SIGNATURES)',
+        'OUTSIDE = ("derived", SIGNATURES)',
         "test_law_5.py::test_two_processes_in_two_folders_write_the_same_bytes",
     ),
     Mutation(
@@ -181,9 +181,10 @@ KEEPING: tuple[Mutation, ...] = (
         7,
         "a release appears before its files",
         "packaging/stores/push.py",
-        "        sent = _send(target, local, lease, on_progress)\n        lease.check()\n",
+        "        sent = send_blobs(target, local.path, local.files, lease, on_progress)\n"
+        "        lease.check()\n",
         "        target.publish(name, local.manifest, local.digest, local.files)\n"
-        "        sent = _send(target, local, lease, on_progress)\n"
+        "        sent = send_blobs(target, local.path, local.files, lease, on_progress)\n"
         "        lease.check()\n",
         "../packaging/stores/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
     ),

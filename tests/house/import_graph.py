@@ -43,6 +43,7 @@ LAYERS = [
     "packaging.libraries",
     "packaging",
     "packaging.comparison",
+    "packaging.builds",
     "packaging.signatures",
     "packaging.stores",
     "sharding.plans",

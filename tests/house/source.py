@@ -18,6 +18,7 @@ PRIVATE_TORCH = frozenset(
         "autograd_trace/derivation/compiler_answers.py",
         "autograd_trace/derivation/faster_inductor.py",
         "autograd_trace/derivation/inductor.py",
+        "autograd_trace/derivation/kernels.py",
         "autograd_trace/derivation/named_groups.py",
         "autograd_trace/derivation/wait_time.py",
         "capture/job/torch_modes.py",

@@ -26,6 +26,7 @@ import click
 
 import trainload
 from trainload.cli.commands import (
+    builds,
     compare,
     deploy,
     exports,
@@ -37,7 +38,6 @@ from trainload.cli.commands import (
     retrain,
     runs,
     show_graphs,
-    sign,
     store_commands,
     watching,
 )
@@ -56,7 +56,7 @@ from trainload.core.versions import check_supported_torch
 if TYPE_CHECKING:
     from trainload.capture.job.definition import Job
 
-_POLICY_COMMANDS = ("evaluate", "launch", "migrate", "resume", "retrain", "verify")
+_POLICY_COMMANDS = ("build", "evaluate", "launch", "migrate", "resume", "retrain", "verify")
 """Commands that run packages, or check that they may be run."""
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOG_VARIABLE = "TRAINLOAD_LOG_LEVEL"
@@ -256,7 +256,7 @@ def _training_graphs(job: Job) -> list[str]:
 for _command in (
     packages.inspect,
     packages.verify,
-    sign.sign,
+    packages.sign,
     compare.diff,
     show_graphs.show,
     show_graphs.ops,
@@ -264,6 +264,7 @@ for _command in (
     planning.plan,
     planning.simulate,
     planning.profile,
+    builds.build,
     runs.launch,
     runs.evaluate,
     runs.resume,

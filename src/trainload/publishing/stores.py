@@ -21,8 +21,10 @@ from trainload.packaging.stores.push import push as push_to_store
 from trainload.packaging.stores.references import is_oci, is_reference, parts_of
 from trainload.packaging.stores.releases import Pointer, ReleaseState
 from trainload.packaging.stores.store import Store
+from trainload.packaging.stores.stored_builds import BuildPushReport
+from trainload.packaging.stores.stored_builds import push_build as push_build_to_store
 
-__all__ = ["Store", "gc", "promote", "pull", "push", "releases"]
+__all__ = ["Store", "gc", "promote", "pull", "push", "push_build", "releases"]
 
 
 def push(
@@ -103,6 +105,43 @@ def push(
         options=options,
         on_progress=on_progress,
         on_wait=on_wait,
+    )
+
+
+def push_build(
+    build: str | Path,
+    store: str | Path,
+    *,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    on_progress: OnProgress = unwatched,
+    on_wait: Callable[[str], None] = lambda _text: None,
+) -> BuildPushReport:
+    """Publish a signed build in a store, beside the releases of its package.
+
+    Args:
+        build: the folder that `build` wrote and `sign` signed.
+        store: a folder or fsspec URL; a store is created if it is empty.
+        options: options for fsspec.
+        on_progress: called with the numbers of finished and total bytes.
+        on_wait: called with a text that says what the push waits for.
+
+    Raises:
+        StorageError: there is no build, the store cannot be reached or written, or is a registry.
+        PackageError: the build is damaged, or not signed; nothing was published.
+
+    Example:
+        trainload.build(package, plan, "gpt.build")
+        trainload.sign("gpt.build", "build-key.pem")
+        trainload.push_build("gpt.build", "s3://models/gpt")
+    """
+    if is_oci(store):
+        raise StorageError(
+            "an OCI registry has no builds", where=str(store), hint="Push the build to a store."
+        )
+    if "://" not in str(store):
+        check_outside_packages(Path(store))
+    return push_build_to_store(
+        Path(build), store, options=options, on_progress=on_progress, on_wait=on_wait
     )
 
 

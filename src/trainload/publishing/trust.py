@@ -8,7 +8,7 @@ from pathlib import Path
 from trainload.packaging.comparison.package_difference import PackageDifference, package_difference
 from trainload.packaging.signatures.keys import read_identity, read_private_key
 from trainload.packaging.signatures.signature_file import SignatureFile
-from trainload.packaging.signatures.signing import sign_package
+from trainload.packaging.signatures.signing import sign_folder
 from trainload.packaging.signatures.verify import VerifyReport, verify_package
 
 
@@ -21,12 +21,12 @@ def sign(
     certificate: str | Path | None = None,
     chain: Sequence[str | Path] = (),
 ) -> SignatureFile:
-    """Sign a package: write signatures/NAME.sig into its folder.
+    """Sign a package or build: write signatures/NAME.sig into its folder.
 
     Requires the extra `signing`; see docs/trust.md.
 
     Args:
-        package: the package's folder.
+        package: folder of a package, or one that `build` wrote.
         key: PEM file with the private key.
         name: NAME; None: the first 16 digits of the key's fingerprint.
         password: password of an encrypted key.
@@ -34,7 +34,7 @@ def sign(
         chain: PEM files of the certificate's issuers below the root.
 
     Raises:
-        SignatureError: the package is damaged, or the key cannot be used.
+        SignatureError: the folder is damaged, or the key cannot be used.
         StorageError: a file cannot be read or written, or a signature of this name exists.
         PackageError: there is no package.
 
@@ -44,7 +44,7 @@ def sign(
     """
     private_key = read_private_key(Path(key), password)
     certificate_path = None if certificate is None else Path(certificate)
-    return sign_package(
+    return sign_folder(
         Path(package),
         private_key,
         name,

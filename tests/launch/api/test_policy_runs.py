@@ -26,7 +26,7 @@ from trainload.packaging.package import Package
 from trainload.packaging.signatures import policy as policies
 from trainload.packaging.signatures.keys import read_private_key
 from trainload.packaging.signatures.policy import POLICY
-from trainload.packaging.signatures.signing import sign_package
+from trainload.packaging.signatures.signing import sign_folder
 
 ALONE = ("--backend", "local", "--no-compile")
 
@@ -49,7 +49,7 @@ def policy(signers: Signers, tmp_path: Path) -> Path:
 
 
 def sign(package: Package, signers: Signers) -> None:
-    sign_package(package.path, read_private_key(signers.alice.key), "alice")
+    sign_folder(package.path, read_private_key(signers.alice.key), "alice")
 
 
 def launched(package: Package, data: Path, run_dir: Path, policy: Path | None) -> None:

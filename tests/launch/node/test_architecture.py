@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import trainload
 from trainload.autograd_trace.derivation import inductor
 from trainload.launching.node import architecture
 from trainload.launching.node.architecture import architecture_of, toolchain_of
-from trainload.launching.node.build_key import build_key
+from trainload.launching.node.build_key import build_target
 from trainload.packaging.package import Package
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -35,7 +34,8 @@ KeyOf = Callable[..., str]
 
 @pytest.fixture
 def key_of(tiny: Package) -> KeyOf:
-    return partial(build_key, tiny, trainload.plan(tiny, trainload.Cluster(), "single"))
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    return lambda device, **options: build_target(tiny, plan, device, **options).key
 
 
 def describe(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:

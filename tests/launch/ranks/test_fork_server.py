@@ -19,7 +19,7 @@ from trainload.launching.ranks.server_socket import socket_path
 
 SECONDS = 60.0
 LONG = 1000.0
-TASK = Prepare("no run", (0,), quiet=True)
+TASK = Prepare("no run", (0,), quiet=True, shares=False)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.launch.settings.adapters_by_hand import ADAPTERS, LAYERS
 from torch import Tensor, nn
 
 import trainload
-from trainload.launching.node.build_key import build_key
+from trainload.launching.node.build_key import build_target
 from trainload.launching.settings.adapter_weights import first_values
 from trainload.packaging.package import Package
 from trainload.packaging.signatures.verify import verify_package
@@ -89,7 +89,9 @@ def test_its_bytes_follow_from_the_package_and_the_seed(
     plan = trainload.plan(here, trainload.Cluster(), "single")
     assert other.digest != here.digest
     # nothing is compiled again
-    assert build_key(other, plan, torch.device("cpu")) == build_key(here, plan, torch.device("cpu"))
+    assert build_target(other, plan, torch.device("cpu")) == build_target(
+        here, plan, torch.device("cpu")
+    )
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import JobError
 from trainload.launching.data.dataset import open_dataset
-from trainload.launching.node.build_key import build_key
+from trainload.launching.node.build_key import build_target
 from trainload.launching.run.journal import losses, read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.format.entries import data_specs
@@ -228,10 +228,14 @@ def test_clipping_is_changed(package: Package, tiny_data: Path, tmp_path: Path) 
 def test_what_no_graph_depends_on_is_compiled_once(package: Package) -> None:
     plan = trainload.plan(package, trainload.Cluster(), "single")
     changes = (trainload.Overrides(), trainload.Overrides(lr=1e-5))
-    keys = {build_key(change.apply(package, 7), plan, torch.device("cpu")) for change in changes}
+    keys = {
+        build_target(change.apply(package, 7), plan, torch.device("cpu")).key for change in changes
+    }
     assert len(keys) == 1
     assert (
-        build_key(trainload.Overrides(clip_norm=0.25).apply(package), plan, torch.device("cpu"))
+        build_target(
+            trainload.Overrides(clip_norm=0.25).apply(package), plan, torch.device("cpu")
+        ).key
         not in keys
     )
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from trainload.packaging.signatures.keys import read_identity, read_private_key
 from trainload.packaging.signatures.signature_file import SignatureFile
-from trainload.packaging.signatures.signing import sign_package
+from trainload.packaging.signatures.signing import sign_folder
 from trainload.packaging.signatures.verify import VerifyReport, verify_package
 
 
 def sign(package: Path, key: Path, name: str | None = None, **options: Any) -> SignatureFile:
-    return sign_package(package, read_private_key(key), name, **options)
+    return sign_folder(package, read_private_key(key), name, **options)
 
 
 def verified(package: Path, *identities: Path) -> VerifyReport:

@@ -26,7 +26,7 @@ from trainload.packaging.signatures.policy import (
     read_policy,
     which_trusts_extensions,
 )
-from trainload.packaging.signatures.signing import sign_package
+from trainload.packaging.signatures.signing import sign_folder
 
 Write = Callable[..., Path]
 
@@ -57,7 +57,7 @@ def signed_by(signers: Signers, count: int = 1) -> tuple[str, ...]:
 
 
 def sign(package: Path, key: Path, name: str) -> None:
-    sign_package(package, read_private_key(key), name)
+    sign_folder(package, read_private_key(key), name)
 
 
 def refusal(package: Path, path: Path) -> str:
@@ -98,7 +98,7 @@ def test_a_package_that_was_changed_after_it_was_signed_is_refused(
 ) -> None:
     sign(copied, signers.alice.key, "alice")
     edit_manifest(copied, lambda manifest: manifest["recipe"].update(seed=8))
-    assert "the signed files differ from the package's: changed manifest.json" in refusal(
+    assert "the signed files differ from those that are here: changed manifest.json" in refusal(
         copied, write(*signed_by(signers))
     )
 
@@ -125,7 +125,7 @@ def test_one_certificate_that_two_identities_would_do_for_is_one_signature(
         f'identities = ["{signers.issuer}", "both.pem"]',
         "signatures = 2",
     )
-    sign_package(
+    sign_folder(
         copied, read_private_key(signers.alice.key), "alice", certificate=signers.alice.certificate
     )
     assert "got 1" in refusal(copied, path)

@@ -24,7 +24,7 @@ from trainload.packaging.signatures.keys import (
     read_private_key,
 )
 from trainload.packaging.signatures.signature_file import read_signature
-from trainload.packaging.signatures.signing import sign_package
+from trainload.packaging.signatures.signing import sign_folder
 from trainload.packaging.signatures.verify import verify_package
 
 
@@ -141,7 +141,7 @@ def test_an_encrypted_key_needs_its_password(copied: Path, signers: Signers) -> 
         read_private_key(signers.alice.encrypted)
     with pytest.raises(SignatureError, match="password is wrong"):
         read_private_key(signers.alice.encrypted, b"guess")
-    sign_package(copied, read_private_key(signers.alice.encrypted, PASSWORD), "alice")
+    sign_folder(copied, read_private_key(signers.alice.encrypted, PASSWORD), "alice")
     assert verified(copied, signers.alice.public).problems == ()
 
 
@@ -197,7 +197,7 @@ def test_another_s_certificate_is_refused_when_signing(copied: Path, signers: Si
 
 def test_an_encrypted_key_is_refused_beside_a_certificate(copied: Path, signers: Signers) -> None:
     with pytest.raises(SignatureError, match="encrypted"):
-        sign_package(
+        sign_folder(
             copied,
             read_private_key(signers.alice.encrypted, PASSWORD),
             certificate=signers.alice.certificate,
@@ -279,7 +279,7 @@ def test_without_the_libraries_signing_says_how_to_install_them(
     key = read_private_key(signers.alice.key)
     monkeypatch.setitem(sys.modules, "model_signing.signing", None)
     with pytest.raises(SignatureError, match=r"pip install \"trainload\[signing\]\""):
-        sign_package(copied, key)
+        sign_folder(copied, key)
 
 
 def read_without_libraries(package: Path) -> None:

@@ -1,9 +1,10 @@
-"""Commands that look at a package: inspect, verify."""
+"""Commands for the bytes of a package: inspect, verify, sign."""
 
 from __future__ import annotations
 
 import base64
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from trainload.packaging.format.manifest import Manifest
     from trainload.packaging.format.manifest_records import OpLibraryEntry
     from trainload.packaging.package import Package
+
+
+_pem = click.Path(path_type=Path)
 
 
 @click.command(short_help="Show what it contains.")
@@ -193,6 +197,70 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
             out().print(text, markup=False, highlight=False, soft_wrap=True)
     if report.problems:
         raise click.exceptions.Exit(FAILED)
+
+
+@click.command(short_help="Sign a package or build.")
+@package_argument
+@click.option("--key", type=_pem, required=True, metavar="FILE", help="Private key, in PEM.")
+@click.option("--name", metavar="NAME", help="Name of the signature. Default: fingerprint.")
+@click.option("--certificate", type=_pem, metavar="FILE", help="Certificate of the key, in PEM.")
+@click.option(
+    "--chain", type=_pem, multiple=True, metavar="FILE", help="Intermediate certificates, in PEM."
+)
+@json_option
+def sign(
+    package: Path,
+    key: Path,
+    name: str | None,
+    certificate: Path | None,
+    chain: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Sign a package, or a folder that `trainload build` wrote: write signatures/NAME.sig into it.
+
+    The digest and other signatures do not change. The password of an encrypted key is read from
+    $TRAINLOAD_KEY_PASSWORD or from the terminal. Keys must be elliptic curve keys: openssl ecparam
+    -name prime256v1 -genkey -noout -out key.pem
+    """
+    if chain and certificate is None:
+        raise click.UsageError("--chain requires --certificate.")
+    if not package.exists():
+        raise PackageError("there is no such package", where=str(package))
+    check_supported_torch()
+    from trainload.publishing import trust
+
+    signature = trust.sign(
+        package, key, name=name, password=password_of(key), certificate=certificate, chain=chain
+    )
+    if as_json:
+        print_json(
+            {
+                "package": package,
+                "file": signature.file,
+                "kind": signature.kind,
+                "signer": signature.signer,
+                "signed": len(signature.files),
+            }
+        )
+        return
+    rows = [
+        ("signature", str(package / signature.file)),
+        (signature.kind, signature.signer),
+        ("signed", f"{len(signature.files)} files"),
+    ]
+    out().print(view.table(rows))
+
+
+def password_of(key: Path) -> bytes | None:
+    """Return the password of an encrypted key, from the environment or a terminal; None if there is
+    none, or none is needed.
+    """
+    from trainload.packaging.signatures.keys import PASSWORD, is_encrypted
+
+    password = os.environ.get(PASSWORD)
+    if not password and sys.stdin.isatty() and is_encrypted(key):
+        password = str(click.prompt(f"password of {key}", hide_input=True, err=True))
+    return password.encode() if password else None
 
 
 def _signatures(path: Path) -> list[dict[str, str]]:

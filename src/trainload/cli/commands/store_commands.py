@@ -14,6 +14,7 @@ from trainload.cli.commands.shared import (
     out,
     positive,
     print_json,
+    show_record,
 )
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
@@ -53,7 +54,7 @@ def push(
     without_debug: bool,
     as_json: bool,
 ) -> None:
-    """Publish a package as a release. Only files that the store does not have are sent.
+    """Publish a package as a release, or a build. Only files that the store lacks are sent.
 
     STORE is a folder, a URL such as s3://bucket/folder, or oci://HOST/NAME:TAG.
     An interrupted push continues where it stopped.
@@ -63,9 +64,17 @@ def push(
     if promote is False and only_if is not None:
         raise click.UsageError("--only-if cannot be combined with --no-promote.")
     check_supported_torch()
+    from trainload.packaging.builds.build_folder import is_build
     from trainload.packaging.stores.push import PushReport
     from trainload.publishing import stores
 
+    if is_build(package):
+        if line is not None or promote is not None or only_if or reject or message or fact:
+            raise click.UsageError("a build has no line, release, message or facts.")
+        with Transfer("push") as transfer:
+            pushed = stores.push_build(package, store, on_progress=transfer, on_wait=transfer.say)
+        show_record(pushed, as_json)
+        return
     with Transfer("push") as transfer:
         report = stores.push(
             package,

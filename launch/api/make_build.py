@@ -1,0 +1,139 @@
+"""Make a build without a run: compile a package's graphs under a plan, and compare them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainload.capture.job.ambient import neutrally
+from trainload.core.errors import CompileError
+from trainload.core.records import now
+from trainload.core.versions import VERSION
+from trainload.launching.api.compare_build import compare_alone
+from trainload.launching.node.build import can_compile, compile_build, graph_names
+from trainload.launching.node.build_key import build_target, device_of, threads_of, using_threads
+from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.node.graph_comparison import Comparison, read_comparison
+from trainload.packaging.builds.build_folder import check_new_build, file_entries, write_build
+from trainload.packaging.builds.build_record import BuildRecord, Target
+from trainload.packaging.package import Package, check_weights
+from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """Result of `build`.
+
+    Attributes:
+        path: folder of the build.
+        target: what the graphs fit.
+        graphs: number of graphs.
+        unverified: graphs that were not compared with the interpreted ones, so that no run loads
+            the build.
+        interpreted: for each graph that runs interpreted, the reason.
+        bytes: total size of the files.
+        seconds: duration of each part.
+    """
+
+    path: Path
+    target: Target
+    graphs: int
+    unverified: tuple[str, ...]
+    interpreted: tuple[str, ...]
+    bytes: int
+    seconds: dict[str, float]
+
+
+@neutrally
+def build(
+    package: Package,
+    plan: Plan,
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    on_stage: Callable[[str, float], None] = lambda *_: None,
+) -> BuildReport:
+    """Compile a package's graphs under a plan, compare them with the interpreted graphs, and write
+    them as a build.
+
+    A build that is signed (`sign`) and pushed to the package's store (`push`) is loaded by runs of
+    every release with the same program whose policies trust its maker; they then compile nothing.
+    It fits machines of this one's architecture with the same releases of torch, Python and the
+    compiler. See docs/builds.md.
+
+    Args:
+        package: the package. Its weights do not matter for the build.
+        plan: plan of the runs.
+        path: folder to write.
+        threads: number of threads of a worker, which CPU kernels are compiled for. None: the share
+            of a worker in this machine's cores.
+        on_stage: called with (part, seconds) when each part is done.
+
+    Raises:
+        StorageError: `path` is taken, or a disk is full.
+        PlanError: the plan was made for another package.
+        CompileError: there is no C++ compiler.
+        DataError: rows to compare the graphs on cannot be made, since the package does not record
+            the range of values of an input.
+
+    Example:
+        report = trainload.build(package, plan, "gpt-zero3.build")
+        assert not report.unverified
+    """
+    path = Path(path)
+    check_new_build(path)
+    check_weights(package)
+    check_plan(plan, package)
+    if not can_compile():
+        raise CompileError("no C++ compiler was found", where="build", hint="Install g++.")
+    cache, device = default_cache_dir(), device_of(plan)
+    if threads is None:
+        threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
+    seconds: dict[str, float] = {}
+    interpreted: list[Comparison] = []
+
+    def report(stage: str, spent: float) -> None:
+        seconds[stage] = seconds.get(stage, 0.0) + spent
+        on_stage(stage, spent)
+
+    with using_threads(threads):
+        target = build_target(package, plan, device)
+        parts = {
+            index: compile_build(package, plan, device, cache, report, index)
+            for index in range(plan.pipeline_ranks)
+        }
+        for folder in parts.values():
+            began = time.perf_counter()
+            compare_alone(package, plan, folder, cache, interpreted.append)
+            report("compare", time.perf_counter() - began)
+    names = {index: graph_names(folder) for index, folder in parts.items()}
+    record = BuildRecord(
+        target=target,
+        release=VERSION,
+        compiled=tuple(sorted({name for each in names.values() for name in each})),
+        unverified=tuple(
+            sorted(
+                {
+                    name
+                    for index, each in names.items()
+                    for name in each
+                    if read_comparison(parts[index], name) is None
+                }
+            )
+        ),
+        files=file_entries(parts),
+        created=now(),
+    )
+    write_build(path, record, parts)
+    return BuildReport(
+        path=path,
+        target=target,
+        graphs=len(record.compiled),
+        unverified=record.unverified,
+        interpreted=tuple(map(str, interpreted)),
+        bytes=record.bytes,
+        seconds={name: round(value, 3) for name, value in seconds.items()},
+    )

@@ -1,0 +1,143 @@
+"""The command that makes builds: build."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainload.cli.commands import shared
+from trainload.cli.commands.packages import password_of
+from trainload.cli.commands.planning import changed_by
+from trainload.cli.commands.shared import (
+    Transfer,
+    any_package_argument,
+    err,
+    json_option,
+    out,
+    positive,
+    print_json,
+)
+from trainload.cli.view import tables as view
+from trainload.core.formatting import size
+
+if TYPE_CHECKING:
+    from trainload.launching.api.make_build import BuildReport
+    from trainload.packaging.stores.stored_builds import BuildPushReport
+
+_file = click.Path(path_type=Path)
+
+
+@click.command(short_help="Compile a package for a plan.")
+@any_package_argument
+@click.option(
+    "--plan",
+    "plan_file",
+    type=_file,
+    metavar="FILE",
+    required=True,
+    help="Plan from `trainload plan`.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting of the launch: trainload settings.",
+)
+@click.option(
+    "--threads",
+    type=positive,
+    metavar="N",
+    help="Threads of a worker. Default: as on this machine.",
+)
+@click.option("-o", "--output", type=_file, metavar="BUILD", help="Folder to write.")
+@click.option("--push", "store", metavar="STORE", help="Publish the build in a store.")
+@click.option("--key", type=_file, metavar="FILE", help="Sign it with this private key, in PEM.")
+@json_option
+def build(
+    package: str,
+    plan_file: Path,
+    settings: tuple[str, ...],
+    threads: int | None,
+    output: Path | None,
+    store: str | None,
+    key: Path | None,
+    as_json: bool,
+) -> None:
+    """Compile the graphs of PKG, a folder or STORE#LINE, for runs that load them from the store.
+
+    They fit machines like this one. Every graph is compared with the interpreted one on made rows.
+    A launch of a release in STORE loads the build if a policy trusts its maker (build_makers).
+    """
+    if output is None and store is None:
+        raise click.UsageError("pass -o BUILD, or --push STORE, or both.")
+    if store is not None and key is None:
+        raise click.UsageError("--push requires --key: nobody loads a build that is not signed.")
+    if store is not None and "#" in store:
+        raise click.UsageError("--push: a build belongs to a store, not to a line.")
+    opened = changed_by(settings, shared.open_to_run(package))
+    from trainload.launching.api.make_build import build as make_build
+    from trainload.publishing import trust
+    from trainload.publishing.stores import push_build
+    from trainload.sharding.plans.plan import read_plan
+
+    plan = read_plan(plan_file)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = output or Path(scratch) / "build"
+        report = make_build(opened, plan, folder, threads=threads, on_stage=_show_stage)
+        if key is not None:
+            trust.sign(folder, key, password=password_of(key))
+        pushed = None
+        if store is not None:
+            with Transfer("push") as transfer:
+                pushed = push_build(folder, store, on_progress=transfer, on_wait=transfer.say)
+    if as_json:
+        print_json(_as_json(report, output, pushed))
+        return
+    rows: list[tuple[str, Any]] = [] if output is None else [("build", str(output))]
+    if pushed is not None:
+        rows += [
+            ("store", pushed.store),
+            ("sent", f"{size(pushed.sent_bytes)} in {pushed.sent_files} files"),
+        ]
+    rows += [
+        ("graphs", str(report.graphs)),
+        ("bytes", size(report.bytes)),
+        *((name.replace("_", " "), str(value)) for name, value in _facts(report).items()),
+        ("compared", "all graphs" if not report.unverified else f"all but {_listed(report)}"),
+        *(("interpreted", text) for text in report.interpreted),
+    ]
+    out().print(view.table(rows))
+
+
+def _show_stage(stage: str, seconds: float) -> None:
+    err().print(f"{stage}: {seconds:.1f} s", markup=False, highlight=False, soft_wrap=True)
+
+
+def _listed(report: BuildReport) -> str:
+    return ", ".join(report.unverified) + ", so no run loads it"
+
+
+def _facts(report: BuildReport) -> dict[str, Any]:
+    return {**report.target.toolchain, **report.target.architecture}
+
+
+def _as_json(
+    report: BuildReport, output: Path | None, pushed: BuildPushReport | None
+) -> dict[str, Any]:
+    return {
+        "build": output,
+        "key": report.target.key,
+        "job": report.target.job,
+        "toolchain": report.target.toolchain,
+        "architecture": report.target.architecture,
+        "graphs": report.graphs,
+        "unverified": report.unverified,
+        "interpreted": report.interpreted,
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+        "pushed": pushed,
+    }
