@@ -66,7 +66,9 @@ def test_every_graph_is_compared(published: Published) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_graphs_with_collectives_are_compared(tiny: Package, tmp_path: Path, strategy: Strategy) -> None:
+def test_graphs_with_collectives_are_compared(
+    tiny: Package, tmp_path: Path, strategy: Strategy
+) -> None:
     plan = trainload.plan(tiny, trainload.Cluster(devices_per_node=2), strategy, accumulate=2)
     assert trainload.build(tiny, plan, tmp_path / "tiny.build").unverified == ()
 
