@@ -14,6 +14,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.deploy import pod_options, pods_of
+from trainload.cli.commands.packages import password_of
 from trainload.cli.commands.shared import (
     DONE,
     FAILED,
@@ -97,6 +98,43 @@ def check(file: Path, as_json: bool) -> None:
         print_json({"config": config.to_json(), **result})
     else:
         out().print(view.table([("line", f"{config.line} of {config.store}"), *result.items()]))
+
+
+@retrain.command(short_help="Publish builds for its runs.")
+@config_argument
+@click.option(
+    "--key",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Sign them with this private key, in PEM.",
+)
+@json_option
+def build(file: Path, key: Path, as_json: bool) -> None:
+    """Compile the graphs for the runs of FILE, compare them, and publish them in its store.
+
+    Ticks on machines like this one then compile nothing, if a policy trusts the key's owner
+    (build_makers).
+    """
+    check_supported_torch()
+    from trainload.retraining.builds import push_builds
+    from trainload.retraining.config.config import read_config
+
+    config = read_config(file)
+    with redirect_stdout(sys.stderr):
+        pushed = push_builds(
+            config,
+            _stages(as_json=as_json).open,
+            key,
+            password_of(key),
+            lambda stage, seconds: _print_progress(f"{stage}: {seconds:.1f} s"),
+        )
+    if as_json:
+        print_json(pushed)
+        return
+    rows: list[tuple[str, Any]] = [("store", config.store)]
+    rows += [("build", f"{each.build} of job {each.job[:12]}") for each in pushed]
+    out().print(view.table(rows))
 
 
 @retrain.command(short_help="Run one scheduled time.")
