@@ -52,7 +52,7 @@ class StartError(Exception):
 class Inputs:
     """Inputs that all runs share. `scratch`: parent of their output folders."""
 
-    package: Path
+    package: Path | str
     data: Path
     scratch: Path
 

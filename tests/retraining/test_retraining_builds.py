@@ -27,6 +27,10 @@ from trainload.retraining.ticks.tick_stages import Opening, Stages
 STORE = f"s3://{BUCKET}/retraining"
 
 
+def silent(_text: str) -> None:
+    """Print nothing."""
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[None]:
     """An S3 server that this module's processes use."""
@@ -47,7 +51,7 @@ def config(s3: None, small: Package, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def pushed(config: Config, signers: Signers) -> list[BuildPushReport]:
-    return push_builds(config, Stages(Opening(), str).open, signers.alice.key)
+    return push_builds(config, Stages(Opening(), silent).open, signers.alice.key)
 
 
 def test_training_and_evaluation_share_a_build(pushed: list[BuildPushReport]) -> None:
@@ -80,8 +84,8 @@ def made(
         patch.setenv("TRAINLOAD_CACHE_DIR", str(folder / "cache"))
         for name in ("step_graphs", "compile_graph"):
             patch.setattr(building, name, noted(name))
-        stages = Stages(Opening(policy=policy), str)
-        ended = Scheduler(config, stages, str).tick(day(0))
+        stages = Stages(Opening(policy=policy), silent)
+        ended = Scheduler(config, stages, silent).tick(day(0))
     return ended, made
 
 
@@ -104,4 +108,4 @@ def test_a_line_without_a_release_has_no_builds(
 ) -> None:
     other = config.model_copy(update={"line": "other"})
     with pytest.raises(RequestError, match="no current release"):
-        push_builds(other, Stages(Opening(), str).open, signers.alice.key)
+        push_builds(other, Stages(Opening(), silent).open, signers.alice.key)
