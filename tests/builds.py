@@ -1,7 +1,8 @@
-"""Builds for tests of their format: files of made bytes, which nothing loads."""
+"""Builds for tests of their format and their trust: files of made bytes, and a library."""
 
 from __future__ import annotations
 
+import _ctypes
 from pathlib import Path
 
 from trainload.core.records import now
@@ -16,14 +17,23 @@ TARGET = Target(
 
 
 def made_build(
-    path: Path, *, target: Target = TARGET, unverified: tuple[str, ...] = (), content: str = "code"
+    path: Path,
+    *,
+    target: Target = TARGET,
+    unverified: tuple[str, ...] = (),
+    content: str = "code",
+    kernel: bytes | None = None,
 ) -> Path:
-    """Write a build of two graphs at `path`."""
+    """Write a build of two graphs at `path`. Its kernel is a library that exists, or has these
+    bytes.
+    """
     part = path.with_name(f"{path.name}-graphs")
     (part / "kernels").mkdir(parents=True)
     (part / "index.json").write_text("{}")
     (part / "train.only.bin").write_text(content)
-    (part / "kernels" / "abc.so").write_text(f"kernel of {content}")
+    (part / "kernels" / "abc.so").write_bytes(
+        Path(_ctypes.__file__).read_bytes() if kernel is None else kernel
+    )
     record = BuildRecord(
         target=target,
         release="0.1.0",

@@ -2,14 +2,15 @@
 
 Tested with torch 2.13.0. Private names used:
 `torch._C._distributed_c10d._register_process_group` and its siblings,
-`torch._C._distributed_c10d._create_work_from_future`, `ProcessGroupGloo._Options`,
-`ProcessGroup._allgather_base`, `ProcessGroup._reduce_scatter_base`.
+`torch._C._distributed_c10d.Work`, `ProcessGroupGloo._Options`, `ProcessGroup._allgather_base`,
+`ProcessGroup._reduce_scatter_base`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -88,6 +89,9 @@ _AnyGroup: Any = dist.ProcessGroup
 class _MirroredGroup(_AnyGroup):  # type: ignore[misc]  # its class is Any
     """A process group whose other ranks have the same data as this one.
 
+    A collective reads its operands and writes its results when it is waited for, and leaves the
+    results undefined until then, as a backend may that works in the background.
+
     Args:
         store, timeout: unused; torch passes them.
         rank: rank of this process.
@@ -101,48 +105,72 @@ class _MirroredGroup(_AnyGroup):  # type: ignore[misc]  # its class is Any
         return _MIRRORED
 
     def barrier(self, *_: Any) -> Any:
-        return _done([])
+        return _MirroredWork(lambda: None)
 
     def broadcast(self, tensors: list[Tensor], *_: Any) -> Any:
-        return _done(tensors)
+        return self._begin(tensors, tensors, lambda value: value)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-        if options is None or options.reduceOp == dist.ReduceOp.SUM:
-            for tensor in tensors:
-                tensor.mul_(self.size())
-        return _done(tensors)
+        return self._begin(tensors, tensors, lambda value: value * self._factor(options))
 
     def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> Any:
         return self.allreduce(tensors, options)
 
-    def _allgather_base(self, output: Tensor, part: Tensor, *_: Any) -> Any:
-        output.view(self.size(), -1).copy_(part.reshape(1, -1))
-        return _done([output])
+    def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [part], options)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], parts: list[Tensor], *_: Any
     ) -> Any:
-        for output, part in zip(outputs, parts, strict=True):
-            self._allgather_base(output, part)
-        return _done(outputs)
+        return self._begin(outputs, parts, lambda part: torch.cat([part.flatten()] * self.size()))
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
-        output.copy_(whole.reshape(self.size(), *output.shape)[self.rank()])
-        return self.allreduce([output], options)
+        return self.reduce_scatter_tensor_coalesced([output], [whole], options)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], wholes: list[Tensor], options: Any = None
     ) -> Any:
-        for output, whole in zip(outputs, wholes, strict=True):
-            self._reduce_scatter_base(output, whole, options)
-        return _done(outputs)
+        def own_part(whole: Tensor) -> Tensor:
+            return whole.reshape(self.size(), -1)[self.rank()] * self._factor(options)
+
+        return self._begin(outputs, wholes, own_part)
+
+    def _factor(self, options: Any) -> int:
+        """Return what the reduction of equal values is, divided by one of them."""
+        return self.size() if options is None or options.reduceOp == dist.ReduceOp.SUM else 1
+
+    def _begin(
+        self, outputs: list[Tensor], operands: list[Tensor], result: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """Begin a collective: `result` computes each output from its operand."""
+        in_place = [
+            operand.clone() if output is operand else operand
+            for output, operand in zip(outputs, operands, strict=True)
+        ]
+        for output in outputs:
+            output.fill_(math.nan if output.is_floating_point() else 0)
+
+        def end() -> None:
+            for output, operand in zip(outputs, in_place, strict=True):
+                output.copy_(result(operand).view_as(output))
+
+        return _MirroredWork(end)
 
 
-def _done(result: list[Tensor]) -> Any:
-    """Return the work of a collective that has ended."""
-    future: Any = torch.futures.Future()
-    future.set_result(result)
-    return _C10D._create_work_from_future(future)
+_AnyWork: Any = _C10D.Work
+
+
+class _MirroredWork(_AnyWork):  # type: ignore[misc]  # its class is Any
+    """A collective that ends when it is waited for."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._end = end
+
+    def wait(self, *_: Any) -> bool:
+        self._end()
+        self._end = lambda: None
+        return True
 
 
 def begun_collectives(names: Iterable[str]) -> Callable[[], dict[str, int]]:

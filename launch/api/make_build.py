@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainload.capture.job.ambient import neutrally
-from trainload.core.errors import CompileError
+from trainload.core.errors import CompileError, RequestError
 from trainload.core.records import now
 from trainload.core.versions import VERSION
 from trainload.launching.api.compare_build import compare_alone
@@ -36,6 +36,10 @@ class BuildReport:
         interpreted: for each graph that runs interpreted, the reason.
         bytes: total size of the files.
         seconds: duration of each part.
+
+    Example:
+        report = trainload.build(package, plan, "gpt.build")
+        print(report.bytes, report.unverified, report.interpreted)
     """
 
     path: Path
@@ -76,6 +80,7 @@ def build(
         StorageError: `path` is taken, or a disk is full.
         PlanError: the plan was made for another package.
         CompileError: there is no C++ compiler.
+        RequestError: `threads` is passed for GPUs.
         DataError: rows to compare the graphs on cannot be made, since the package does not record
             the range of values of an input.
 
@@ -89,6 +94,12 @@ def build(
     check_plan(plan, package)
     if not can_compile():
         raise CompileError("no C++ compiler was found", where="build", hint="Install g++.")
+    if threads is not None and plan.cluster.device != "cpu":
+        raise RequestError(
+            "kernels for GPUs do not depend on the number of threads",
+            where="threads",
+            hint="Omit it, or use a plan for CPUs.",
+        )
     cache, device = default_cache_dir(), device_of(plan)
     if threads is None:
         threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))

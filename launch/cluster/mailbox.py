@@ -102,7 +102,7 @@ class Mailbox:
         self._out_met: list[Request] = []
         self._out_printed: dict[int, str] = {}
         self._makers: dict[str, str] = {}
-        self._builds: dict[str, list[Any]] = {}
+        self._holders: dict[str, list[Any]] = {}
 
     def begin(self, attempt: int) -> None:
         """Start a new attempt: discard the state of the previous one.
@@ -111,24 +111,20 @@ class Mailbox:
         """
         self._attempt, self._failure, self._request = attempt, None, Request.NONE
         self._reports, self._beats, self._met, self._out_met = {}, {}, [], []
-        self._makers, self._builds = {}, {}
+        self._makers, self._holders = {}, {}
 
     def claim_build(self, attempt: int, name: str, node: str) -> tuple[str, list[Any]]:
         """Return the node that makes a build in this attempt, which is the first that asks, and
-        [reference of the build's files] once a node has it, [] before.
+        [actor of a node that has it], or [] if none has it yet.
         """
         if attempt != self._attempt:
             return node, []
-        found = self._builds.get(name, [])
-        return ("" if found else self._makers.setdefault(name, node)), found
+        return self._makers.setdefault(name, node), self._holders.get(name, [])
 
-    def add_build(self, attempt: int, name: str, files: list[Any]) -> None:
-        """Receive [reference of the files] of a build that a node has.
-
-        It is in a list since Ray would otherwise pass the files themselves.
-        """
+    def add_build(self, attempt: int, name: str, holder: list[Any]) -> None:
+        """Receive [actor of a node] that has a build."""
         if attempt == self._attempt:
-            self._builds.setdefault(name, files)
+            self._holders.setdefault(name, holder)
 
     def report(
         self, attempt: int, node: str, number: int, report: NodeReport

@@ -92,6 +92,7 @@ class NodeActor:
         self._idle: dict[int, _Rank] = {}
         self._relay: Relay | None = None
         self._prepared: tuple[str, tuple[int, ...]] | None = None
+        self._shared: SharedBuilds | None = None
         self._lock = threading.Lock()
 
     def prepare(self, args: AttemptArgs, quiet: bool) -> dict[int, RankFailure]:
@@ -118,7 +119,9 @@ class NodeActor:
                 return {}
             preparer = self._preparer = self._fork(0, "prepare").serve(numbers[0], relay)
         shares = len(set(args.seats)) > 1
-        preparer.shared = SharedBuilds(args.mailbox, args.attempt, self._node)
+        preparer.shared = self._shared = SharedBuilds(
+            args.mailbox, args.attempt, self._node, ray.get_runtime_context().current_actor
+        )
         preparer.send(Prepare(args.spec, numbers, quiet, shares))
         failures = {
             number: replace(failure, text=f"preparing the node: {failure.text}")
@@ -130,6 +133,11 @@ class NodeActor:
                 self._preparer, self._prepared = None, None if failures else work
         relay.flush()
         return failures
+
+    def build_files(self, name: str) -> dict[str, bytes]:
+        """Return path -> bytes of the files of a build that this node has."""
+        assert self._shared is not None, "it has told others that it has the build"
+        return self._shared.files(name)
 
     def rendezvous_url(self) -> str:
         """Return the rendezvous URL of a process group: this node's address with a free port."""

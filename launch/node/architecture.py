@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import sys
 from typing import Any
@@ -11,6 +12,10 @@ import torch
 
 from trainload.autograd_trace.derivation.inductor import cpp_compiler_version
 from trainload.packaging.builds.build_record import Facts
+
+_INDUCTOR = "TORCHINDUCTOR_"
+_HARMLESS = frozenset({"CACHE_DIR", "COMPILE_THREADS", "VEC_ISA_OK"})
+"""Settings on which the code that Inductor writes does not depend."""
 
 
 def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
@@ -29,13 +34,14 @@ def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
         {'device': 'cpu', 'machine': 'x86_64', 'capability': 'AVX512', 'threads': 4,
          'instructions': 'aes amx_bf16 amx_int8 amx_tile avx avx2 avx512_bf16 ...'}
         >>> architecture_of(torch.device("cuda", 0))
-        {'device': 'cuda', 'capability': '9.0', 'multiprocessors': 132, 'shared_memory': 232448,
-         'name': None}
+        {'device': 'cuda', 'machine': 'x86_64', 'capability': '9.0', 'multiprocessors': 132,
+         'shared_memory': 232448, 'name': None}
     """
     if device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(device)
         return {
             "device": "cuda",
+            "machine": platform.machine(),
             "capability": f"{found.major}.{found.minor}",
             "multiprocessors": found.multi_processor_count,
             "shared_memory": getattr(found, "shared_memory_per_block_optin", None),  # not on ROCm
@@ -63,16 +69,31 @@ def toolchain_of(device: torch.device) -> Facts:
 
     Example:
         >>> toolchain_of(torch.device("cpu"))
-        {'torch': '2.13.0+cpu', 'python': '3.11', 'compiler': 'gcc version 12.2.0'}
+        {'torch': '2.13.0+cpu', 'python': '3.11', 'libc': 'glibc 2.36', 'settings': None,
+         'compiler': 'gcc version 12.2.0'}
     """
     common: Facts = {
         "torch": torch.__version__,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "libc": " ".join(platform.libc_ver()).strip() or None,
+        "settings": _inductor_settings(),
     }
     if device.type == "cuda":
         platform_version = torch.version.cuda or torch.version.hip
         return common | {"platform": platform_version, "triton": _triton_version()}
     return common | {"compiler": cpp_compiler_version()}
+
+
+def _inductor_settings() -> str | None:
+    """Return the environment variables by which Inductor compiles otherwise than by default; None
+    if there are none.
+    """
+    changed = sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_INDUCTOR) and name.removeprefix(_INDUCTOR) not in _HARMLESS
+    )
+    return ", ".join(changed) or None
 
 
 def _triton_version() -> str | None:

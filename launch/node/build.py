@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import filelock
 import torch
@@ -47,7 +47,7 @@ from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
 from trainload.launching.node.side_by_side import side_by_side
 from trainload.launching.node.utilisation import Work, work_of
-from trainload.packaging.builds.build_record import Target
+from trainload.packaging.builds.build_record import INDEX_FILE, Target
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
 from trainload.sharding.pipeline.stages import Part, Value
@@ -64,18 +64,42 @@ from trainload.sharding.rewriting.rank_graphs import (
     update_owners,
 )
 
-_INDEX = "index.json"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
-Source = Callable[[Target, int, Path], bool]
-"""Function that fetches a part of a build: for a target, the graphs of the ranks with an index on
-the pipeline axis, into a folder. It returns False if it has none, and then leaves the folder empty.
+Source = Callable[[str, Path], bool]
+"""Function that fills an empty folder with the build of a name (`build_name`) from elsewhere.
+
+If it has none, it returns False and leaves the folder empty.
 """
 
 
-def _fetch_nothing(_target: Target, _index: int, _folder: Path) -> bool:
-    """Have no builds: the default of sources."""
+@dataclass(frozen=True, slots=True)
+class OfferedBuild:
+    """A build that was made elsewhere.
+
+    Attributes:
+        suffix: suffix of its name in the cache, which differs between builds of one target.
+        fetch: function that fills an empty folder with it; it returns False if it cannot, and then
+            leaves the folder empty.
+    """
+
+    suffix: str
+    fetch: Callable[[Path], bool]
+
+
+class OtherBuilds(Protocol):
+    """Builds that were made elsewhere, and are loaded if the run's policies allow that."""
+
+    def allows(self, folder: Path) -> bool:
+        """Return True if a build that was fetched into the cache may be loaded by this run."""
+
+    def offered(self, target: Target, index: int) -> Iterator[OfferedBuild]:
+        """Yield builds for a target, of the ranks with an index on the pipeline axis."""
+
+
+def _make_here(_name: str, _folder: Path) -> bool:
+    """Have no builds: the default `Source`."""
     return False
 
 
@@ -86,7 +110,12 @@ def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: boo
     """
     threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
     targets = _targets(package, plan, device_of(plan), evaluates=evaluates, threads=threads)
-    return any((cache_dir / "compiled" / build_name(each, 0)).is_dir() for each in targets)
+    root = cache_dir / "compiled"
+    return any(
+        folder.is_dir()
+        for each in targets
+        for folder in (root / build_name(each, 0), *_fetched(root, build_name(each, 0)))
+    )
 
 
 def compile_build(
@@ -99,8 +128,8 @@ def compile_build(
     *,
     evaluates: bool = True,
     processes: int = 1,
-    fetch: Source = _fetch_nothing,
-    share: Source = _fetch_nothing,
+    others: OtherBuilds | None = None,
+    share: Source = _make_here,
 ) -> Path:
     """Ensure that the node's cache holds the build. The node's first process fetches or compiles
     it, the others wait.
@@ -118,9 +147,9 @@ def compile_build(
         evaluates: True if the run has held-out data.
         processes: number of forked processes that compile graphs at a time; 1: this process
             compiles them. See `side_by_side` for who may fork.
-        fetch: source of builds that were made before.
-        share: source of builds that another node is about to make. It is asked last, and only for
-            what is compiled here otherwise.
+        others: builds that were made elsewhere.
+        share: source of builds that another node makes. It is asked last, and only for what is
+            compiled here otherwise.
 
     Returns:
         Folder of the complete build.
@@ -132,20 +161,22 @@ def compile_build(
     targets = _targets(package, plan, device, evaluates=evaluates)
     with _no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
-        folders = {target.key: root / build_name(target, pipeline_index) for target in targets}
-        for folder in folders.values():
-            if _is_kept(folder):
+        names = [build_name(target, pipeline_index) for target in targets]
+        for name in names:
+            if _is_kept(root / name):
+                return root / name
+        for folder in [folder for name in names for folder in _fetched(root, name)]:
+            if others is not None and others.allows(folder) and _is_kept(folder):
                 return folder
-        target = targets[-1]
-        smaller = _targets(package, plan, device, evaluates=False)[-1]
-        before = root / build_name(smaller, pipeline_index)
-        reused = before if smaller != target and _is_kept(before) else None
-        for each in targets:
-            if _add(folders[each.key], cache_dir, partial(fetch, each, pipeline_index)):
-                return folders[each.key]
+        smaller = build_name(_targets(package, plan, device, evaluates=False)[-1], pipeline_index)
+        reused = root / smaller if smaller != names[-1] and _is_kept(root / smaller) else None
+        for target, name in zip(targets, names, strict=True):
+            for offered in others.offered(target, pipeline_index) if others is not None else ():
+                if _add(root / f"{name}-{offered.suffix}", cache_dir, offered.fetch):
+                    return root / f"{name}-{offered.suffix}"
 
         def make(draft: Path) -> bool:
-            if not share(target, pipeline_index, draft):
+            if not share(names[-1], draft):
                 with (
                     own_kernels(cache_dir, draft),
                     deterministic(),
@@ -157,8 +188,8 @@ def compile_build(
                     _compile_into(draft, graphs, work, plan, on_stage, reused, processes)
             return True
 
-        _add(folders[target.key], cache_dir, make)
-        return folders[target.key]
+        _add(root / names[-1], cache_dir, make)
+        return root / names[-1]
 
 
 def _targets(
@@ -200,10 +231,16 @@ def _add(final: Path, cache_dir: Path, fill: Callable[[Path], bool]) -> bool:
         remove_temporaries(final)
         make_room(cache_dir)
         with suppress(_NothingAdded), new_folder(final) as draft:
-            if not fill(draft):
+            if not fill(draft) or not _is_whole(draft):
                 raise _NothingAdded
             return True
     return False
+
+
+def _fetched(root: Path, name: str) -> list[Path]:
+    """Return the builds of a name that were fetched into the cache from a store, newest first."""
+    folders = [path for path in root.glob(f"{name}-*") if path.is_dir()]
+    return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 @contextmanager
@@ -229,7 +266,7 @@ def compiled_graphs(folder: Path) -> dict[str, Compiled]:
     """Return which layers of the graphs of a build were compiled once, by the graph's name in the
     build. Graphs that could not be compiled are left out.
     """
-    index = json.loads((folder / _INDEX).read_bytes())
+    index = json.loads((folder / INDEX_FILE).read_bytes())
     return {
         name: Compiled(
             tuple(OutlinedRegion(**region) for region in entry["regions"]),
@@ -240,15 +277,20 @@ def compiled_graphs(folder: Path) -> dict[str, Compiled]:
     }
 
 
+def kernel_files(folder: Path) -> list[Path]:
+    """Return the files of a build's CPU kernels."""
+    return sorted((folder / KERNELS).glob("*"))
+
+
 def graph_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the graphs of a build that are compiled, sorted."""
-    index = json.loads((folder / _INDEX).read_bytes())
+    index = json.loads((folder / INDEX_FILE).read_bytes())
     return tuple(sorted(index["compiled"]))
 
 
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:
     """Load a build that `compile_build` made in the same cache."""
-    index = json.loads((folder / _INDEX).read_bytes())
+    index = json.loads((folder / INDEX_FILE).read_bytes())
     use_inductor_cache(cache_dir)
 
     failed: dict[str, str] = index["failed"]
@@ -447,7 +489,7 @@ def _compile_into(
             for path in sorted(draft.glob(pattern))
         },
     }
-    (draft / _INDEX).write_bytes(canonical_json(index))
+    (draft / INDEX_FILE).write_bytes(canonical_json(index))
 
 
 def _copy_graph(source: Path, target: Path, file: str, kernels: Sequence[str]) -> None:
@@ -518,9 +560,9 @@ def _is_kept(folder: Path) -> bool:
 
 def _is_whole(folder: Path) -> bool:
     """Return True if a build is complete, and unchanged since it was written."""
-    if not (folder / _INDEX).is_file():
+    if not (folder / INDEX_FILE).is_file():
         return False
-    digests = json.loads((folder / _INDEX).read_bytes())["digests"]
+    digests = json.loads((folder / INDEX_FILE).read_bytes())["digests"]
     return all(
         (folder / name).is_file() and sha256_file(folder / name) == digest
         for name, digest in digests.items()

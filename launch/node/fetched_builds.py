@@ -1,14 +1,23 @@
-"""Fetch builds from the store that a run's package is from, if the policies allow that."""
+"""Builds from the store that a run's package is from, if the policies allow them.
+
+A fetched build stays in the node's cache under a name of its own, with its record and signatures,
+so that the policies of each run decide anew whether it is loaded.
+"""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from trainload.core.errors import PackageError, StorageError
-from trainload.launching.node.build import Source
+from trainload.core.canonical_json import canonical_json, sha256_bytes
+from trainload.core.errors import IntegrityError, PackageError, StorageError
+from trainload.core.paths import empty_folder
+from trainload.launching.node.build import OfferedBuild, kernel_files
+from trainload.packaging.builds.build_folder import read_build
 from trainload.packaging.builds.build_record import Target
 from trainload.packaging.signatures.build_makers import allows_builds, check_maker
 from trainload.packaging.signatures.policy import Policy, find_policies
@@ -21,75 +30,140 @@ from trainload.packaging.stores.stored_builds import (
     fetch_record,
 )
 
+_MAKER = "maker"
+"""Folder, in a fetched build, of its record and signatures."""
 _SHOWN = 3
+_DIGITS = 16
+_LOADING = """
+import ctypes, sys
+for path in sys.argv[1:]:
+    ctypes.CDLL(path)
+"""
 
 
-def fetched_builds(package: str, policies: Sequence[Policy], warn: Callable[[str], None]) -> Source:
-    """Return a source of the builds in a package's store.
+class FetchedBuilds:
+    """The builds in a package's store that a node may load.
 
-    Builds are native code. One is fetched only if it is for this machine's architecture and
+    Builds are native code. One is loaded only if it is for this machine's architecture and
     toolchain, has been compared with the interpreted graphs, and is signed by a maker whom the
-    policies trust with builds. If a store has builds of a job, but none that is fetched, `warn` is
-    called with the reasons.
+    policies trust with builds.
 
     Args:
         package: name of the package in its store; a local folder or a registry has no builds.
         policies: policies of the run; those of this machine are added.
-        warn: called with a message.
+        warn: called with the reasons if a store has builds of a job, but none that is loaded.
+        on_fetched: called when a build was fetched.
     """
-    checked = tuple(dict.fromkeys((*policies, *find_policies())))
 
-    def fetch(target: Target, index: int, folder: Path) -> bool:
-        if not is_reference(package) or is_oci(package):
+    def __init__(
+        self,
+        package: str,
+        policies: Sequence[Policy],
+        warn: Callable[[str], None],
+        *,
+        on_fetched: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_fetched = on_fetched
+        self._policies = tuple(dict.fromkeys((*policies, *find_policies())))
+        self._warn = warn
+        self._url = (
+            parts_of(package)[0]
+            if is_reference(package) and not is_oci(package) and allows_builds(self._policies)
+            else None
+        )
+
+    def allows(self, folder: Path) -> bool:
+        """Return True if a build that was fetched into the cache may be loaded by this run."""
+        if self._url is None:
             return False
-        if not allows_builds(checked):
+        accepted = folder / _MAKER / f"accepted-{self._rules()}"
+        if accepted.exists():
+            return True
+        try:
+            check_maker(folder / _MAKER, *read_build(folder / _MAKER), self._policies)
+        except (PackageError, StorageError):
             return False
-        url = parts_of(package)[0]
+        with suppress(OSError):  # a read-only cache: the next start checks again
+            accepted.touch()
+        return True
+
+    def offered(self, target: Target, index: int) -> Iterator[OfferedBuild]:
+        """Yield the builds for a target that may be loaded, newest first.
+
+        After the last one, `warn` is called with why there is no other.
+
+        Args:
+            target: what the graphs must fit.
+            index: index, on the pipeline axis, of the ranks.
+        """
+        if self._url is None:
+            return
         refused: list[str] = []
         try:
-            store = Store(url)
-            for stored in builds_of(store, target.job):
-                reason = _refusal(store, stored, target, index, folder, checked)
-                if reason is None:
-                    return True
-                refused.append(f"build {int(stored.id[:8])}: {reason}")
-        except (PackageError, StorageError) as error:
+            store = Store(self._url)
+            for stored in builds_of(store, target.job, refused.append):
+                different = stored.target.difference(target)
+                if different is None and not stored.verified:
+                    different = "it is unverified: no such device has compared it"
+                if different is not None:
+                    refused.append(_about(stored, different))
+                    continue
+                fetch = partial(self._fetch, store, stored, index, refused)
+                yield OfferedBuild(stored.digest[:_DIGITS], fetch)
+        except (PackageError, StorageError, OSError) as error:
             refused.append(str(error))
         if refused:
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-            warn(f"no build of {url} is used: {'; '.join(refused[:_SHOWN])}{more}")
-        return False
+            self._warn(f"no build of {self._url} is used: {'; '.join(refused[:_SHOWN])}{more}")
 
-    return fetch
+    def _fetch(
+        self, store: Store, stored: StoredBuild, index: int, refused: list[str], folder: Path
+    ) -> bool:
+        """Fetch a part of a build into a folder, or add the reason why it must not be loaded to
+        `refused`.
+        """
+        try:
+            (folder / _MAKER).mkdir()
+            record, digest = fetch_record(store, stored, folder / _MAKER)
+            check_maker(folder / _MAKER, record, digest, self._policies)
+            if not record.is_verified:
+                raise IntegrityError("it is unverified, although the store says otherwise")
+            fetch_part(store, record, index, folder)
+            check_loadable(folder)
+        except (PackageError, StorageError, OSError) as error:
+            empty_folder(folder)
+            refused.append(_about(stored, str(error)))
+            return False
+        self._on_fetched()
+        return True
 
-
-def _refusal(
-    store: Store,
-    stored: StoredBuild,
-    target: Target,
-    index: int,
-    folder: Path,
-    policies: Sequence[Policy],
-) -> str | None:
-    """Fetch a part of a build into a folder, or return the reason why it must not be loaded."""
-    different = stored.target.difference(target)
-    if different is not None:
-        return different
-    if not stored.verified:
-        return "it is unverified: no such device has compared it with the interpreted graphs"
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            record, digest = fetch_record(store, stored, Path(scratch))
-            check_maker(Path(scratch), record, digest, policies)
-        if not record.is_verified:
-            return "it is unverified, although the store says otherwise"
-        fetch_part(store, record, index, folder)
-    except (PackageError, StorageError) as error:
-        _empty(folder)
-        return str(error)
-    return None
+    def _rules(self) -> str:
+        """Return a hash of what the policies say about makers of builds."""
+        rules = [policy.build_makers for policy in self._policies]
+        return sha256_bytes(canonical_json([rule for rule in rules if rule is not None]))[:_DIGITS]
 
 
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def is_from_store(folder: Path) -> bool:
+    """Return True if a build of the cache was fetched from a store."""
+    return (folder / _MAKER).is_dir()
+
+
+def check_loadable(folder: Path) -> None:
+    """Check that this machine's libraries suffice for the kernels of a build, by loading them in a
+    process of its own.
+
+    Raises:
+        IntegrityError: one cannot be loaded.
+    """
+    kernels = kernel_files(folder)
+    command = [sys.executable, "-I", "-S", "-c", _LOADING, *map(str, kernels)]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        lines = tried.stderr.strip().splitlines() or [f"status {tried.returncode}"]
+        raise IntegrityError(
+            "a kernel cannot be loaded on this machine", where=folder.name, got=lines[-1]
+        )
+
+
+def _about(stored: StoredBuild, reason: str) -> str:
+    return f"build {int(stored.id[:8])}: {reason}"

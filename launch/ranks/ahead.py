@@ -19,7 +19,7 @@ from trainload.core.processes import end_with_parent
 from trainload.launching.node.build import can_compile, compile_build
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.node.fetched_builds import fetched_builds
+from trainload.launching.node.fetched_builds import FetchedBuilds
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
@@ -77,7 +77,7 @@ def main() -> None:
                 lambda *_: None,
                 index,
                 evaluates=spec.evaluates,
-                fetch=fetched_builds(spec.package, spec.policies, lambda _: None),
+                others=FetchedBuilds(spec.package, spec.policies, lambda _: None),
             )
 
 

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from trainload.core.errors import CompileError
+from trainload.core.errors import CompileError, IntegrityError
+from trainload.core.paths import empty_folder
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.data.run_data import RunData, open_run_data
 from trainload.launching.node.build import (
@@ -23,15 +24,18 @@ from trainload.launching.node.build import (
     load_build,
     uncompiled_build,
 )
-from trainload.launching.node.build_key import build_name, device_of, threads_of
+from trainload.launching.node.build_key import device_of, threads_of
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.node.fetched_builds import fetched_builds
+from trainload.launching.node.fetched_builds import (
+    FetchedBuilds,
+    check_loadable,
+    is_from_store,
+)
 from trainload.launching.node.libraries import library_warnings
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
-from trainload.packaging.builds.build_record import Target
 from trainload.packaging.package import Package
 from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.plan import Plan
@@ -111,26 +115,26 @@ def _obtain_build(
     the other nodes have it.
     """
     began = time.perf_counter()
-    came_from = "the cache"
+    origins: list[str] = []
+
+    def share(name: str, folder: Path) -> bool:
+        found = shared is not None and shared.fetch_build(name, folder)
+        if found:
+            try:
+                check_loadable(folder)
+            except IntegrityError as error:
+                warn(str(error))
+                empty_folder(folder)
+                found = False
+        origins.append("another node" if found else "this node's compiler")
+        return found
 
     def warn(message: str) -> None:
         contact.write("warning", message=f"{socket.gethostname()}: {message}")
 
-    stored = fetched_builds(spec.package, spec.policies, warn)
-
-    def fetch(target: Target, of_index: int, folder: Path) -> bool:
-        nonlocal came_from
-        found = stored(target, of_index, folder)
-        came_from = "the store" if found else came_from
-        return found
-
-    def share(target: Target, of_index: int, folder: Path) -> bool:
-        nonlocal came_from
-        name = build_name(target, of_index)
-        found = shared is not None and shared.fetch_build(name, folder)
-        came_from = "another node" if found else "this node's compiler"
-        return found
-
+    others = FetchedBuilds(
+        spec.package, spec.policies, warn, on_fetched=lambda: origins.append("the store")
+    )
     folder = compile_build(
         package,
         spec.plan,
@@ -140,14 +144,15 @@ def _obtain_build(
         index,
         evaluates=spec.evaluates,
         processes=compiling_processes(spec.plan),
-        fetch=fetch,
+        others=others,
         share=share,
     )
-    if shared is not None:
+    if shared is not None and not is_from_store(folder):
+        # other nodes may have policies of their own about what is from the store
         shared.give_build(folder.name, folder)
-    if came_from != "the cache":
+    if origins:
         seconds = time.perf_counter() - began
-        contact.write("build", host=socket.gethostname(), source=came_from, seconds=seconds)
+        contact.write("build", host=socket.gethostname(), source=origins[-1], seconds=seconds)
     return folder
 
 
@@ -242,7 +247,7 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
             lambda *_: None,
             pipeline_index,
             evaluates=evaluates,
-            fetch=fetched_builds(spec.package, spec.policies, _log.warning),
+            others=FetchedBuilds(spec.package, spec.policies, _log.warning),
         )
         return load_build(folder, package, spec.plan, default_cache_dir()), folder
     if spec.compile and spec.require_compiled:

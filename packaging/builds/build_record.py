@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,9 +11,11 @@ from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.records import Record, Sealed, Text, Time
 from trainload.packaging.format.field_types import SafePath, Sha256
 from trainload.packaging.format.manifest_records import FileEntry
-from trainload.packaging.format.package_paths import OUTSIDE
 
 BUILD_FILE = "build.json"
+INDEX_FILE = "index.json"
+"""Name of the file, in the folder of each part, that describes its graphs."""
+_PART = re.compile(r"(0|[1-9][0-9]{0,8})/")
 _MOST_FILES = 100_000
 
 GraphName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
@@ -88,8 +91,13 @@ class BuildRecord(Sealed):
     def _check(self) -> Self:
         if unknown := set(self.unverified) - set(self.compiled):
             raise ValueError(f"the graph {min(unknown)} is unverified, but not of this build")
-        if wrong := [file for file in self.files if file.split("/")[0] in (*OUTSIDE, BUILD_FILE)]:
+        if wrong := [file for file in self.files if not _PART.match(file)]:
             raise ValueError(f"the file {min(wrong)} cannot be part of a build")
+        parts = {file.partition("/")[0] for file in self.files}
+        if parts != {str(index) for index in range(len(parts))} or not parts:
+            raise ValueError("the parts of a build are numbered from 0")
+        if lacking := [part for part in sorted(parts) if f"{part}/{INDEX_FILE}" not in self.files]:
+            raise ValueError(f"part {lacking[0]} has no {INDEX_FILE}")
         return self
 
     @property

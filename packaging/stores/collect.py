@@ -65,9 +65,10 @@ def gc(
     Args:
         store: a folder or fsspec URL.
         keep: keep the files of the last `keep` releases of each line and of its current one, and of
-            the last `keep` builds of each job for each architecture and toolchain; None: of all
-            releases and builds.
-        lines: lines to which `keep` applies; None: all. The others keep the files of all releases.
+            the last `keep` builds of each job for each architecture, toolchain, verdict and maker;
+            None: of all releases and builds.
+        lines: lines to which `keep` applies; None: all. The others keep the files of all releases,
+            and all builds are kept.
         spared: line and id of releases whose files are kept regardless of age.
         grace: seconds after which a push that has not renewed its lease counts as dead.
         dry_run: if True, only report what would be removed.
@@ -99,7 +100,9 @@ def gc(
     rule = (
         None
         if keep is None
-        else _Rule(keep, tuple(place.lines() if lines is None else lines), frozenset(spared))
+        else _Rule(
+            keep, tuple(place.lines() if lines is None else lines), frozenset(spared), lines is None
+        )
     )
     if dry_run:
         return _collect(place, None, rule, grace)
@@ -113,12 +116,13 @@ def gc(
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """Rule for the releases that keep their files: the last `keep` of each of `lines`, all of other
-    lines, and `spared` ones.
+    lines, and `spared` ones. If `builds`, the last `keep` builds of each kind are kept, else all.
     """
 
     keep: int
     lines: tuple[str, ...]
     spared: frozenset[tuple[str, str]]
+    builds: bool
 
 
 def _collect(
@@ -202,10 +206,10 @@ def _kept_builds(
     """Return the builds whose files are kept, after removing the records of the others."""
     kept: list[StoredBuild] = []
     for job in jobs_with_builds(store):
-        of_target: Counter[str] = Counter()
+        of_kind: Counter[object] = Counter()
         for stored in builds_of(store, job):
-            of_target[stored.target.key] += 1
-            if rule is None or of_target[stored.target.key] <= rule.keep:
+            of_kind[stored.kind] += 1
+            if rule is None or not rule.builds or of_kind[stored.kind] <= rule.keep:
                 kept.append(stored)
             elif guard is not None:
                 guard.check()

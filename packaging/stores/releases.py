@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -167,11 +168,22 @@ def check_files(files: dict[str, FileEntry], where: str) -> None:
     """
     if MANIFEST not in files:
         raise UnsafePackageError("a release has no manifest", where=where)
-    folded: dict[str, str] = {}
+    check_paths(files, where)
     for path in files:
         parts = path.split("/")
         if parts[0] == "derived" or (parts[0] in TRAVELLING and len(parts) == 1):
             raise UnsafePackageError("this file cannot be part of a release", where=where, got=path)
+
+
+def check_paths(files: Collection[str], where: str) -> None:
+    """Check that a folder can have these files on every file system.
+
+    Raises:
+        UnsafePackageError: two paths differ in case only, or one is a folder of another.
+    """
+    folded: dict[str, str] = {}
+    for path in files:
+        parts = path.split("/")
         for end in range(1, len(parts) + 1):
             prefix = "/".join(parts[:end])
             if folded.setdefault(prefix.casefold(), prefix) != prefix:

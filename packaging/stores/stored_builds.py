@@ -15,8 +15,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainload.core.canonical_json import sha256_bytes, sha256_file
-from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_file
+from trainload.core.errors import (
+    IntegrityError,
+    PackageError,
+    StorageError,
+    UnsafePackageError,
+)
 from trainload.core.paths import write_bytes
 from trainload.core.records import MAX_RECORD, Nonce, Sealed, Time, now
 from trainload.core.storage.interface import NO_OPTIONS
@@ -25,11 +30,15 @@ from trainload.packaging.builds.build_record import BUILD_FILE, BuildRecord, Tar
 from trainload.packaging.format.field_types import SafePath, Sha256
 from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_paths import SIGNATURES
-from trainload.packaging.signatures.signature_file import signature_paths
+from trainload.packaging.signatures.signature_file import (
+    MAX_SIGNATURE,
+    MAX_SIGNATURES,
+    signature_paths,
+)
 from trainload.packaging.stores.leases import leased
 from trainload.packaging.stores.pull import fetch_listing, write_fetched
 from trainload.packaging.stores.push import OnProgress, send_blobs, unwatched
-from trainload.packaging.stores.releases import ReleaseId
+from trainload.packaging.stores.releases import ReleaseId, check_paths
 from trainload.packaging.stores.store import Store, blob_path
 
 BUILDS = "builds"
@@ -57,6 +66,19 @@ class StoredBuild(Sealed):
     files: Annotated[dict[SafePath, FileEntry], Field(max_length=100_000)]
     created: Time
     nonce: Nonce
+
+    @property
+    def kind(self) -> tuple[str, bool, tuple[str, ...]]:
+        """Properties that a newer build must share to replace this one: the target, the verdict, and
+        the names of the signatures.
+        """
+        signatures = sorted(file for file in self.files if file.startswith(f"{SIGNATURES}/"))
+        return self.target.key, self.verified, tuple(signatures)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all files of the build, signatures included."""
+        return sha256_bytes(canonical_json({f: e.sha256 for f, e in self.files.items()}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +155,11 @@ def push_build(
         sent = send_blobs(target, build, files, lease, on_progress)
         lease.check()
         stored, is_new = _publish(target, record, dict(sorted(files.items())))
+        try:
+            lease.check()
+        except StorageError:  # gc considered this push dead before the record appeared
+            remove_build(target, stored)
+            raise
     return BuildPushReport(
         store=target.url,
         job=stored.job,
@@ -148,9 +175,11 @@ def push_build(
 def _publish(
     store: Store, record: BuildRecord, files: dict[str, FileEntry]
 ) -> tuple[StoredBuild, bool]:
-    for stored in builds_of(store, record.target.job):
-        if stored.files == files:
-            return stored, False
+    """Publish the record of a build unless it is the newest of its kind, which gc keeps.
+
+    Returns:
+        The record, and True if it is new.
+    """
     nonce = secrets.token_hex(16)
 
     def make(name: str, _last: str | None) -> StoredBuild:
@@ -164,11 +193,25 @@ def _publish(
             nonce=nonce,
         )
 
+    new = make("0" * 8, None)
+    for stored in builds_of(store, record.target.job, lambda _: None):
+        if stored.kind == new.kind:
+            if stored.files == files:
+                return stored, False
+            break
     return store.append(_folder(record.target.job), make), True
 
 
-def builds_of(store: Store, job: str) -> Iterator[StoredBuild]:
+def builds_of(
+    store: Store, job: str, skipped: Callable[[str], None] | None = None
+) -> Iterator[StoredBuild]:
     """Yield the builds of a job, newest first.
+
+    Args:
+        store: the store.
+        job: the job.
+        skipped: called with the error of each record that cannot be read, which is left out. None:
+            the error is raised.
 
     Raises:
         IntegrityError: a record is damaged.
@@ -176,14 +219,30 @@ def builds_of(store: Store, job: str) -> Iterator[StoredBuild]:
     """
     for name in reversed(store.record_ids(_folder(job))):
         path = f"{_folder(job)}/{name}.json"
-        stored = store.read_record(StoredBuild, path)
-        if stored is None:  # gc has removed it
+        try:
+            stored = _read(store, path, job, name)
+        except PackageError as error:
+            if skipped is None:
+                raise
+            skipped(str(error))
             continue
-        if (stored.job, stored.target.job, stored.id) != (job, job, name):
-            raise IntegrityError(
-                "a record of the store does not match its path", where=f"{store.url}/{path}"
-            )
-        yield stored
+        if stored is not None:  # otherwise gc has removed it
+            yield stored
+
+
+def _read(store: Store, path: str, job: str, name: str) -> StoredBuild | None:
+    stored = store.read_record(StoredBuild, path)
+    if stored is None:
+        return None
+    where = f"{store.url}/{path}"
+    if (stored.job, stored.target.job, stored.id) != (job, job, name):
+        raise IntegrityError("a record of the store does not match its path", where=where)
+    check_paths(stored.files, where)
+    signatures = [file for file in stored.files if file.startswith(f"{SIGNATURES}/")]
+    largest = max((stored.files[file].size for file in signatures), default=0)
+    if len(signatures) > MAX_SIGNATURES or largest > MAX_SIGNATURE:
+        raise UnsafePackageError("the signatures of a build are too many or too large", where=where)
+    return stored
 
 
 def jobs_with_builds(store: Store) -> tuple[str, ...]:

@@ -189,6 +189,22 @@ KEEPING: tuple[Mutation, ...] = (
         "../packaging/stores/test_stores_writers.py::test_a_push_that_is_killed_anywhere_shows_a_whole_release_or_none_and_goes_on",
     ),
     Mutation(
+        5,
+        "a build is loaded although its record says that it is unverified",
+        "launch/node/fetched_builds.py",
+        "            if not record.is_verified:\n",
+        "            if False:\n",
+        "../launch/node/test_fetched_builds.py::test_a_record_that_hides_that_a_build_is_unverified_is_refused",
+    ),
+    Mutation(
+        5,
+        "a signed build may be relabelled for another target",
+        "packaging/stores/stored_builds.py",
+        "    if record.target != stored.target or record.files != {\n",
+        "    if record.files != {\n",
+        "../launch/node/test_fetched_builds.py::test_a_record_that_relabels_a_signed_build_is_refused",
+    ),
+    Mutation(
         7,
         "gc does not look what pushes rely on",
         "packaging/stores/collect.py",

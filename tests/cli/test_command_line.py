@@ -29,6 +29,7 @@ COMMANDS = (
     "plan",
     "simulate",
     "profile",
+    "build",
     "launch",
     "resume",
     "settings",
@@ -51,7 +52,7 @@ COMMANDS = (
 )
 GROUPS = {
     "manifest": ("kuberay",),
-    "retrain": ("init", "schema", "check", "tick", "run", "manifest", "handover"),
+    "retrain": ("init", "schema", "check", "build", "tick", "run", "manifest", "handover"),
 }
 INNER = [(group, name) for group, names in GROUPS.items() for name in names]
 

@@ -88,6 +88,12 @@ def link_or_copy(source: Path, target: Path) -> None:
         write_copy(source, target)
 
 
+def empty_folder(folder: Path) -> None:
+    """Remove everything in a folder. Raises OSError."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def write_copy(source: Path, target: Path) -> None:
     """Copy a file's bytes and sync them to disk."""
     target.parent.mkdir(parents=True, exist_ok=True)

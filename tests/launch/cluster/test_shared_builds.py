@@ -31,9 +31,9 @@ def test_each_build_has_its_own_maker(mailbox: Mailbox) -> None:
     assert mailbox.claim_build(1, "second", "b")[0] == "b"
 
 
-def test_a_build_that_a_node_has_is_made_by_nobody(mailbox: Mailbox) -> None:
-    mailbox.add_build(1, "build", ["files"])
-    assert mailbox.claim_build(1, "build", "b") == ("", ["files"])
+def test_a_build_that_a_node_has_is_fetched_from_there(mailbox: Mailbox) -> None:
+    mailbox.add_build(1, "build", ["its actor"])
+    assert mailbox.claim_build(1, "build", "b")[1] == ["its actor"]
 
 
 def test_a_new_attempt_begins_without_makers(mailbox: Mailbox) -> None:

@@ -9,7 +9,8 @@ from tests.builds import TARGET, made_build
 from tests.packaging.signatures.sign_and_verify import sign
 from tests.packaging.signers import Signer, Signers
 
-from trainload.launching.node.fetched_builds import fetched_builds
+from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.launching.node.fetched_builds import FetchedBuilds
 from trainload.packaging.builds.build_record import Target
 from trainload.packaging.signatures.policy import Policy
 from trainload.packaging.stores.store import Store, blob_path
@@ -40,21 +41,28 @@ def draft(tmp_path: Path) -> Path:
     return folder
 
 
+def fetched(
+    store: Path | str, policy: Policy, draft: Path, target: Target = TARGET
+) -> tuple[bool, str]:
+    """Return whether a build is fetched into the draft, and what is told if none is."""
+    told: list[str] = []
+    builds = FetchedBuilds(f"{store}#main/1", [policy], told.append)
+    found = any(offered.fetch(draft) for offered in builds.offered(target, 0))
+    assert found is bool(list(draft.iterdir()))
+    assert len(told) <= 1
+    return found, "".join(told)
+
+
 def refusal(store: Path, policy: Policy, draft: Path, target: Target = TARGET) -> str:
     """Return why nothing is fetched; "" if nobody is told."""
-    told: list[str] = []
-    assert not fetched_builds(f"{store}#main/1", [policy], told.append)(target, 0, draft)
-    assert list(draft.iterdir()) == []
-    assert len(told) <= 1
-    return "".join(told)
+    found, told = fetched(store, policy, draft, target)
+    assert not found
+    return told
 
 
 def test_a_build_of_a_trusted_maker_is_fetched(store: Path, signers: Signers, draft: Path) -> None:
-    told: list[str] = []
-    fetch = fetched_builds(f"{store}#main/1", [trusting(signers.alice)], told.append)
-    assert fetch(TARGET, 0, draft)
+    assert fetched(store, trusting(signers.alice), draft) == (True, "")
     assert (draft / "train.only.bin").read_text() == "code"
-    assert told == []
 
 
 def test_a_build_of_another_maker_is_refused(store: Path, signers: Signers, draft: Path) -> None:
@@ -63,6 +71,24 @@ def test_a_build_of_another_maker_is_refused(store: Path, signers: Signers, draf
 
 def test_without_a_rule_about_builds_nothing_is_fetched_or_told(store: Path, draft: Path) -> None:
     assert refusal(store, Policy(source="policy"), draft) == ""
+
+
+def test_policies_decide_anew_about_a_build_in_the_cache(
+    store: Path, signers: Signers, draft: Path
+) -> None:
+    fetched(store, trusting(signers.alice), draft)
+
+    def allows(*policies: Policy) -> bool:
+        return FetchedBuilds(f"{store}#main/1", policies, print).allows(draft)
+
+    nobody = Policy(source="nobody", build_makers=())
+    assert [
+        allows(trusting(signers.alice)),
+        allows(trusting(signers.bob)),
+        allows(trusting(signers.alice), nobody),
+        allows(Policy(source="silent")),
+        allows(trusting(signers.alice)),
+    ] == [True, False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +126,65 @@ def test_a_tampered_build_is_refused(store: Path, signers: Signers, draft: Path,
     assert "differs from the published one" in refusal(store, trusting(signers.alice), draft)
 
 
+def forged(store: Path, **changes: object) -> None:
+    """Change the record of the store's build, as somebody can who may write to the store."""
+    file = store / "builds" / TARGET.job / "00000001.json"
+    fields = {**parse_canonical(file.read_bytes(), ""), **changes}
+    del fields["checksum"]
+    file.write_bytes(canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))}))
+
+
+def test_a_record_that_hides_that_a_build_is_unverified_is_refused(
+    tmp_path: Path, signers: Signers, draft: Path
+) -> None:
+    push(tmp_path / "store", tmp_path / "tiny.build", signers.alice, unverified=("train.only",))
+    forged(tmp_path / "store", verified=True)
+    assert "although the store says otherwise" in refusal(
+        tmp_path / "store", trusting(signers.alice), draft
+    )
+
+
+def test_a_record_that_relabels_a_signed_build_is_refused(
+    store: Path, signers: Signers, draft: Path
+) -> None:
+    other = TARGET.model_copy(update={"architecture": {**TARGET.architecture, "threads": 2}})
+    forged(store, target=other.model_dump())
+    assert "not those of the build" in refusal(store, trusting(signers.alice), draft, other)
+
+
+def test_a_record_of_paths_that_cannot_exist_together_is_refused(
+    store: Path, signers: Signers, draft: Path
+) -> None:
+    (stored,) = builds_of(Store(store), TARGET.job)
+    files = {file: entry.model_dump() for file, entry in stored.files.items()}
+    forged(store, files={**files, "signatures/maker.sig/more.sig": files["signatures/maker.sig"]})
+    assert "both a file and a folder" in refusal(store, trusting(signers.alice), draft)
+
+
+def test_a_kernel_that_this_machine_cannot_load_is_refused(
+    tmp_path: Path, signers: Signers, draft: Path
+) -> None:
+    build = made_build(tmp_path / "tiny.build", kernel=b"no library")
+    sign(build, signers.alice.key, "maker")
+    push_build(build, tmp_path / "store")
+    assert "a kernel cannot be loaded" in refusal(
+        tmp_path / "store", trusting(signers.alice), draft
+    )
+
+
 def test_an_older_build_is_fetched_if_the_newest_one_is_refused(
     store: Path, tmp_path: Path, signers: Signers, draft: Path
 ) -> None:
     push(store, tmp_path / "new.build", signers.alice, unverified=("train.only",))
-    fetch = fetched_builds(f"{store}#main/1", [trusting(signers.alice)], lambda _: None)
-    assert fetch(TARGET, 0, draft)
+    assert fetched(store, trusting(signers.alice), draft)[0]
+
+
+def test_a_damaged_record_does_not_hide_the_others(
+    store: Path, tmp_path: Path, signers: Signers, draft: Path
+) -> None:
+    push(store, tmp_path / "new.build", signers.alice)
+    (store / "builds" / TARGET.job / "00000002.json").write_text("{}")
+    assert fetched(store, trusting(signers.alice), draft)[0]
 
 
 def test_a_store_that_is_not_reachable_is_told(
@@ -115,7 +194,6 @@ def test_a_store_that_is_not_reachable_is_told(
 
 
 @pytest.mark.parametrize("package", ["gpt.tl", "oci://localhost/gpt:1"])
-def test_a_folder_or_registry_has_no_builds(package: str, signers: Signers, draft: Path) -> None:
-    told: list[str] = []
-    assert not fetched_builds(package, [trusting(signers.alice)], told.append)(TARGET, 0, draft)
-    assert told == []
+def test_a_folder_or_registry_has_no_builds(package: str, signers: Signers) -> None:
+    builds = FetchedBuilds(package, [trusting(signers.alice)], pytest.fail)
+    assert list(builds.offered(TARGET, 0)) == []

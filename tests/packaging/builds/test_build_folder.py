@@ -66,12 +66,30 @@ def test_a_folder_without_a_record_is_no_build(tmp_path: Path) -> None:
         read_build(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["signatures/x.sig", "derived/x", "build.json"])
-def test_a_record_lists_no_file_outside_of_the_graphs(build: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        (["0/index.json", "signatures/x.sig"], "cannot be part of a build"),
+        (["0/index.json", "manifest.json"], "cannot be part of a build"),
+        (["0/index.json", "00/graph.bin"], "cannot be part of a build"),
+        (["1/index.json"], "numbered from 0"),
+        (["0/index.json", "1/graph.bin"], "part 1 has no index.json"),
+        ([], "numbered from 0"),
+    ],
+)
+def test_a_record_lists_complete_parts_and_nothing_else(
+    build: Path, paths: list[str], told: str
+) -> None:
     record, _ = read_build(build)
-    entry = FileEntry(media_type="text/plain", sha256="0" * 64, size=1)
-    with pytest.raises(ValueError, match="cannot be part of a build"):
-        BuildRecord.model_validate({**record.model_dump(), "files": {path: entry.model_dump()}})
+    entry = FileEntry(media_type="text/plain", sha256="0" * 64, size=1).model_dump()
+    with pytest.raises(ValueError, match=told):
+        BuildRecord.model_validate({**record.model_dump(), "files": dict.fromkeys(paths, entry)})
+
+
+def test_a_folder_that_is_a_package_too_is_refused(build: Path) -> None:
+    (build / "manifest.json").write_text("{}")
+    with pytest.raises(IntegrityError, match="not listed"):
+        check_build(build)
 
 
 def test_only_graphs_of_the_build_can_be_unverified(build: Path) -> None:

@@ -10,9 +10,17 @@ from tests.packaging.signatures.sign_and_verify import sign
 from tests.packaging.signers import Signers
 
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
-from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.core.errors import (
+    IntegrityError,
+    PackageError,
+    StorageError,
+    UnsafePackageError,
+)
 from trainload.packaging.builds.build_folder import read_build
+from trainload.packaging.package import Package
 from trainload.packaging.stores.collect import gc
+from trainload.packaging.stores.leases import PushedBlobs
+from trainload.packaging.stores.push import push
 from trainload.packaging.stores.store import Store, blob_path
 from trainload.packaging.stores.stored_builds import (
     StoredBuild,
@@ -88,18 +96,54 @@ def test_gc_keeps_the_files_of_builds(store: Store) -> None:
     assert (report.removed_blobs, report.kept_blobs) == (0, 5)
 
 
-def test_gc_keeps_the_last_builds_for_each_target(
+def test_gc_keeps_the_last_builds_for_each_target_verdict_and_maker(
     store: Store, tmp_path: Path, signers: Signers
 ) -> None:
     other = TARGET.model_copy(update={"architecture": {**TARGET.architecture, "threads": 2}})
     made_build(tmp_path / "other.build", target=other, content="other")
     sign(tmp_path / "other.build", signers.alice.key, "alice")
     push_build(tmp_path / "other.build", store.url)
-    push_build(signed_build(tmp_path / "new.build", signers, content="new"), store.url)
+    unverified = made_build(tmp_path / "unverified.build", unverified=("train.only",))
+    sign(unverified, signers.alice.key, "alice")
+    bobs = made_build(tmp_path / "bobs.build", content="bob")
+    sign(bobs, signers.bob.key, "bob")
+    new = signed_build(tmp_path / "new.build", signers, content="new")
+    for build in (bobs, new, unverified):
+        push_build(build, store.url)
     gc(store.url, keep=1, grace=0)
-    assert [each.id for each in builds_of(store, TARGET.job)] == ["00000003", "00000002"]
+    kept = [each.id for each in builds_of(store, TARGET.job)]
+    assert kept == ["00000005", "00000004", "00000003", "00000002"]
     for stored in builds_of(store, TARGET.job):
         assert all(store.files.size(blob_path(e.sha256)) for e in stored.files.values())
+
+
+def test_gc_of_a_line_keeps_all_builds(
+    store: Store, tmp_path: Path, signers: Signers, packaged: Package
+) -> None:
+    push(packaged.path, store.url, line="gpt")
+    push_build(signed_build(tmp_path / "new.build", signers, content="new"), store.url)
+    gc(store.url, keep=1, lines=["gpt"], grace=0)
+    assert len(list(builds_of(store, TARGET.job))) == 2
+
+
+def test_a_build_that_is_no_longer_the_newest_can_be_pushed_again(
+    store: Store, build: Path, tmp_path: Path, signers: Signers
+) -> None:
+    push_build(signed_build(tmp_path / "new.build", signers, content="new"), store.url)
+    assert push_build(build, store.url).build == "00000003"
+
+
+def test_a_push_that_gc_considered_dead_leaves_no_build(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(lease: PushedBlobs) -> None:
+        if list((tmp_path / "store" / "builds").rglob("*.json")):
+            raise StorageError("gc considered it dead")
+
+    monkeypatch.setattr(PushedBlobs, "check", die)
+    with pytest.raises(StorageError, match="dead"):
+        push_build(build, tmp_path / "store")
+    assert list(builds_of(Store(tmp_path / "store"), TARGET.job)) == []
 
 
 def record_file(store: Store) -> Path:

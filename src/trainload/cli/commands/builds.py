@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _file = click.Path(path_type=Path)
 
 
-@click.command(short_help="Compile a package for a plan.")
+@click.command(short_help="Compile for a plan.")
 @any_package_argument
 @click.option(
     "--plan",

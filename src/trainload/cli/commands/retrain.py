@@ -117,8 +117,8 @@ def build(file: Path, key: Path, as_json: bool) -> None:
     (build_makers).
     """
     check_supported_torch()
-    from trainload.retraining.builds import push_builds
     from trainload.retraining.config.config import read_config
+    from trainload.retraining.retraining_builds import push_builds
 
     config = read_config(file)
     with redirect_stdout(sys.stderr):

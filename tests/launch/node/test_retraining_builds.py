@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tests.packaging.places import BUCKET, KEYS, s3_server
 from tests.packaging.signers import Signers
-from tests.retraining.conftest import write_day
+from tests.retraining.conftest import classifier, write_day
 from tests.retraining.ticking import LINE, config_of, day
+from tests.shared import frozen_once
 
 import trainload
 from trainload.core.errors import RequestError
@@ -18,8 +19,8 @@ from trainload.launching.node import build as building
 from trainload.launching.run.journal import read_events
 from trainload.packaging.package import Package
 from trainload.packaging.stores.stored_builds import BuildPushReport
-from trainload.retraining.builds import push_builds
 from trainload.retraining.config.config import Config
+from trainload.retraining.retraining_builds import push_builds
 from trainload.retraining.ticks.tick import Scheduler
 from trainload.retraining.ticks.tick_records import Ended
 from trainload.retraining.ticks.tick_stages import Opening, Stages
@@ -38,6 +39,11 @@ def s3() -> Iterator[None]:
         for name, value in {**KEYS, "AWS_ENDPOINT_URL": url}.items():
             patch.setenv(name, value)
         yield
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return frozen_once(tmp_path_factory, "small", classifier)
 
 
 @pytest.fixture(scope="module")
