@@ -19,7 +19,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze grid kills kuberay gpu memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze fresh-start grid kills kuberay gpu memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -96,6 +96,9 @@ bench: env
 	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/dispatch.py
+
+fresh-start: env
+	$(BIN)/python benchmarks/fresh_start.py
 
 freeze: env
 	$(BIN)/python benchmarks/freeze.py

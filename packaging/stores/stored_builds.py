@@ -69,8 +69,8 @@ class StoredBuild(Sealed):
 
     @property
     def kind(self) -> tuple[str, bool, tuple[str, ...]]:
-        """Properties that a newer build must share to replace this one: the target, the verdict, and
-        the names of the signatures.
+        """Properties that a newer build must share to replace this one: target, verdict, and names
+        of signatures.
         """
         signatures = sorted(file for file in self.files if file.startswith(f"{SIGNATURES}/"))
         return self.target.key, self.verified, tuple(signatures)
