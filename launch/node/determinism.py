@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 from trainload.capture.job.ambient import deterministic_algorithms
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+"""Environment variable without which cuBLAS may sum in another order in each call."""
 
 
 @contextmanager
@@ -18,8 +22,10 @@ def deterministic() -> Iterator[None]:
 
     Otherwise scatter-adds, as in the gradient of an embedding, are atomic additions whose order
     changes from run to run, both in eager mode and in Inductor's kernels. Operators without a
-    deterministic form warn, once each.
+    deterministic form warn, once each. cuBLAS reads its setting once, at its first call, so that
+    stays for the process.
     """
+    os.environ.setdefault(_CUBLAS, ":4096:8")
     # a module that replaces itself by an object, which stubs cannot express
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory

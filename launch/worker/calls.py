@@ -14,6 +14,7 @@ from trainload.autograd_trace.optimizer.rounds import TurnCall
 from trainload.capture.program import MAIN
 from trainload.launching.data.sampler import Rows
 from trainload.launching.node.built_graphs import BuiltGraph
+from trainload.launching.node.device_values import moved_to, scalar_on
 from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
@@ -117,9 +118,7 @@ class Calls:
         """Return the factor by which a graph's loss is multiplied before its gradient is computed:
         0-dim float32.
         """
-        scale = torch.tensor(
-            1.0 / self._plan.global_batch, dtype=torch.float32, device=self._device
-        )
+        scale = scalar_on(self._device, 1.0 / self._plan.global_batch, torch.float32)
         return scale * self._state.scaling[graph][0] if graph in self._state.scaling else scale
 
     def zero_gradient(self, name: str) -> Tensor:
@@ -151,7 +150,7 @@ class Calls:
             case Role.BATCH:
                 source = self._recipe.feeds.get(graph, {}).get(name)
                 return (
-                    microbatch.batch[name].to(self._device)
+                    moved_to(self._device, microbatch.batch[name])
                     if source is None
                     else context.fed[source][context.number].contiguous()
                 )
@@ -166,7 +165,7 @@ class Calls:
                     Role.ROW: microbatch.row,
                     Role.TENSOR_RANK: self._plan.tensor_index(self._rank),
                 }[role]
-                return torch.tensor(value, dtype=torch.int64, device=self._device)
+                return scalar_on(self._device, value, torch.int64)
 
 
 def seed_of(seed: int, graph: str) -> int:

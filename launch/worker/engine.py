@@ -15,6 +15,7 @@ from trainload.autograd_trace.optimizer.rounds import TurnCall, calls_of, turns_
 from trainload.capture.program import Mode, graph_name
 from trainload.launching.checkpoints.sharded_state import share
 from trainload.launching.node.built_graphs import Built, BuiltGraph
+from trainload.launching.node.device_values import scalar_on, vector_on
 from trainload.launching.worker.calls import CallContext, Calls, Microbatch, ignore
 from trainload.launching.worker.pipeline_step import PipelineRunner
 from trainload.launching.worker.rank_state import RankState
@@ -195,18 +196,25 @@ class Engine:
             else self._train_pipeline(name, call, draw, len(names))
         )
         scaling = self.held.scaling.get(call.graph, [])
-        loss_scale = scaling[0].item() if scaling else None
+        scale = [value.reshape(1).clone() for value in scaling[:1]]
         if self._has_own_weight(name) and not totals[-1].item():
-            return GraphResult(math.nan, 0.0, dict.fromkeys(names, math.nan), 0.0, loss_scale)
+            nothing = dict.fromkeys(names, math.nan)
+            return GraphResult(math.nan, 0.0, nothing, 0.0, scale[0].item() if scale else None)
         norm = self._update(
             name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling
         )
-        values = totals.tolist()
+        # one copy, the only place at which the host waits for the device
+        told = torch.cat([totals, norm.reshape(1), *scale]).tolist()
+        values, gradient_norm, loss_scale = (
+            told[: len(totals)],
+            told[len(totals)],
+            told[-1] if scale else None,
+        )
         weight = values[-1]
         metrics = {
             metric: value / weight for metric, value in zip(names, values[1:-1], strict=True)
         }
-        return GraphResult(values[0] / weight, weight, metrics, float(norm), loss_scale)
+        return GraphResult(values[0] / weight, weight, metrics, gradient_norm, loss_scale)
 
     def _train_microbatches(
         self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]
@@ -321,7 +329,7 @@ class Engine:
         rates: Sequence[float],
         scaling: list[Tensor],
     ) -> Tensor:
-        rate_tensor = torch.tensor(list(rates), dtype=torch.float32, device=self._device)
+        rate_tensor = vector_on(self._device, rates, torch.float32)
         state, parts, mean = (
             self.held,
             self._parts[name],
@@ -403,7 +411,7 @@ class Engine:
         return result
 
     def _rank_tensor(self) -> Tensor:
-        return torch.tensor(self._plan.shard_index(self._rank), device=self._device)
+        return scalar_on(self._device, self._plan.shard_index(self._rank), torch.int64)
 
     def _updated_slice(self, bucket: Bucket) -> Tensor:
         """Return the part of a bucket that this rank updates, as a view of its stored part."""
