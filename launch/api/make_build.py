@@ -16,8 +16,9 @@ from trainload.launching.node.build import can_compile, compile_build, graph_nam
 from trainload.launching.node.build_key import build_target, device_of, threads_of, using_threads
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.graph_comparison import Comparison, read_comparison
-from trainload.packaging.builds.build_folder import check_new_build, file_entries, write_build
+from trainload.packaging.builds.build_folder import file_entries, write_build
 from trainload.packaging.builds.build_record import BuildRecord, Target
+from trainload.packaging.format.package_files import check_new_folder, check_outside_packages
 from trainload.packaging.package import Package, check_weights
 from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.plan import Plan
@@ -89,7 +90,8 @@ def build(
         assert not report.unverified
     """
     path = Path(path)
-    check_new_build(path)
+    check_outside_packages(path)
+    check_new_folder(path)
     check_weights(package)
     check_plan(plan, package)
     if not can_compile():

@@ -34,7 +34,7 @@ from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import StorageError
-from trainload.core.paths import link_or_copy
+from trainload.core.paths import empty_folder, link_or_copy
 from trainload.launching.node.build_key import (
     build_name,
     build_target,
@@ -79,7 +79,8 @@ class OfferedBuild:
     """A build that was made elsewhere.
 
     Attributes:
-        suffix: suffix of its name in the cache, which differs between builds of one target.
+        suffix: suffix of its name in the cache, which differs between builds of one target. What is
+            in the cache under this name already may be loaded.
         fetch: function that fills an empty folder with it; it returns False if it cannot, and then
             leaves the folder empty.
     """
@@ -176,16 +177,19 @@ def compile_build(
                     return root / f"{name}-{offered.suffix}"
 
         def make(draft: Path) -> bool:
-            if not share(names[-1], draft):
-                with (
-                    own_kernels(cache_dir, draft),
-                    deterministic(),
-                    asking_ahead(device, forks=processes > 1),
-                ):
-                    graphs, work = _make_graphs(
-                        package, plan, device, pipeline_index, on_stage, evaluates=evaluates
-                    )
-                    _compile_into(draft, graphs, work, plan, on_stage, reused, processes)
+            if share(names[-1], draft):
+                if _is_whole(draft):
+                    return True
+                empty_folder(draft)  # the other node was just removing it
+            with (
+                own_kernels(cache_dir, draft),
+                deterministic(),
+                asking_ahead(device, forks=processes > 1),
+            ):
+                graphs, work = _make_graphs(
+                    package, plan, device, pipeline_index, on_stage, evaluates=evaluates
+                )
+                _compile_into(draft, graphs, work, plan, on_stage, reused, processes)
             return True
 
         _add(root / names[-1], cache_dir, make)

@@ -6,19 +6,24 @@ so that the policies of each run decide anew whether it is loaded.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError
 from trainload.core.paths import empty_folder
 from trainload.launching.node.build import OfferedBuild, kernel_files
 from trainload.packaging.builds.build_folder import read_build
-from trainload.packaging.builds.build_record import Target
+from trainload.packaging.builds.build_record import BuildRecord, Target
 from trainload.packaging.signatures.build_makers import allows_builds, check_maker
 from trainload.packaging.signatures.policy import Policy, find_policies
 from trainload.packaging.stores.references import is_oci, is_reference, parts_of
@@ -34,6 +39,7 @@ _MAKER = "maker"
 """Folder, in a fetched build, of its record and signatures."""
 _SHOWN = 3
 _DIGITS = 16
+_LIBRARIES = "LD_LIBRARY_PATH"
 _LOADING = """
 import ctypes, sys
 for path in sys.argv[1:]:
@@ -108,26 +114,48 @@ class FetchedBuilds:
                 if different is not None:
                     refused.append(_about(stored, different))
                     continue
-                fetch = partial(self._fetch, store, stored, index, refused)
-                yield OfferedBuild(stored.digest[:_DIGITS], fetch)
+                with tempfile.TemporaryDirectory() as scratch:
+                    record = self._checked_record(store, stored, Path(scratch), refused)
+                    if record is not None:
+                        fetch = partial(
+                            self._fetch, store, stored, record, index, Path(scratch), refused
+                        )
+                        yield OfferedBuild(stored.digest[:_DIGITS], fetch)
         except (PackageError, StorageError, OSError) as error:
             refused.append(str(error))
         if refused:
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             self._warn(f"no build of {self._url} is used: {'; '.join(refused[:_SHOWN])}{more}")
 
-    def _fetch(
-        self, store: Store, stored: StoredBuild, index: int, refused: list[str], folder: Path
-    ) -> bool:
-        """Fetch a part of a build into a folder, or add the reason why it must not be loaded to
-        `refused`.
+    def _checked_record(
+        self, store: Store, stored: StoredBuild, scratch: Path, refused: list[str]
+    ) -> BuildRecord | None:
+        """Fetch the record and the signatures of a build, and return the record if the policies
+        allow the build; otherwise add the reason to `refused`.
         """
         try:
-            (folder / _MAKER).mkdir()
-            record, digest = fetch_record(store, stored, folder / _MAKER)
-            check_maker(folder / _MAKER, record, digest, self._policies)
+            record, digest = fetch_record(store, stored, scratch)
+            check_maker(scratch, record, digest, self._policies)
             if not record.is_verified:
                 raise IntegrityError("it is unverified, although the store says otherwise")
+        except (PackageError, StorageError, OSError) as error:
+            refused.append(_about(stored, str(error)))
+            return None
+        return record
+
+    def _fetch(
+        self,
+        store: Store,
+        stored: StoredBuild,
+        record: BuildRecord,
+        index: int,
+        scratch: Path,
+        refused: list[str],
+        folder: Path,
+    ) -> bool:
+        """Fetch a part of a build into a folder, with its record and signatures."""
+        try:
+            shutil.copytree(scratch, folder / _MAKER)
             fetch_part(store, record, index, folder)
             check_loadable(folder)
         except (PackageError, StorageError, OSError) as error:
@@ -156,8 +184,14 @@ def check_loadable(folder: Path) -> None:
         IntegrityError: one cannot be loaded.
     """
     kernels = kernel_files(folder)
-    command = [sys.executable, "-I", "-S", "-c", _LOADING, *map(str, kernels)]
-    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    libraries = [str(Path(torch.__file__).parent / "lib"), os.environ.get(_LIBRARIES, "")]
+    tried = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _LOADING, *map(str, kernels)],
+        env={**os.environ, _LIBRARIES: ":".join(filter(None, libraries))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if tried.returncode != 0:
         lines = tried.stderr.strip().splitlines() or [f"status {tried.returncode}"]
         raise IntegrityError(

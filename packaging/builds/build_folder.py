@@ -21,11 +21,7 @@ from trainload.core.paths import open_inside, write_bytes
 from trainload.core.records import MAX_RECORD
 from trainload.packaging.builds.build_record import BUILD_FILE, BuildRecord
 from trainload.packaging.format.manifest_records import FileEntry
-from trainload.packaging.format.package_files import (
-    check_outside_packages,
-    new_folder,
-    walk,
-)
+from trainload.packaging.format.package_files import new_folder, walk
 from trainload.packaging.format.package_paths import SIGNATURES
 
 _MEDIA_TYPES = {".json": "application/json"}
@@ -47,23 +43,6 @@ def file_entries(parts: Mapping[int, Path]) -> dict[str, FileEntry]:
         for index, folder in sorted(parts.items())
         for path, status in walk(folder)
     }
-
-
-def check_new_build(path: Path) -> None:
-    """Check that a build can be written at `path`, before any work is done.
-
-    Raises:
-        StorageError: it is taken, inside a package, or in no folder.
-    """
-    check_outside_packages(path)
-    if path.exists():
-        raise StorageError(
-            "it exists already", where=str(path), hint="Choose another path, or remove it."
-        )
-    if not path.absolute().parent.is_dir():
-        raise StorageError(
-            "there is no such folder", where=str(path.absolute().parent), hint="Create it first."
-        )
 
 
 def write_build(path: Path, record: BuildRecord, parts: Mapping[int, Path]) -> None:

@@ -102,6 +102,22 @@ def check_outside_packages(path: Path) -> None:
             )
 
 
+def check_new_folder(path: Path) -> None:
+    """Check that a folder can be written at `path`, before any work is done.
+
+    Raises:
+        StorageError: it exists, or is in no folder.
+    """
+    if path.exists():
+        raise StorageError(
+            "it exists already", where=str(path), hint="Choose another path, or remove it."
+        )
+    if not path.absolute().parent.is_dir():
+        raise StorageError(
+            "there is no such folder", where=str(path.absolute().parent), hint="Create it first."
+        )
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Create a folder atomically: it appears, complete, when the block ends without an error.

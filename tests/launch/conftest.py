@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from tests.fork_servers import end_servers
 from tests.launch.checkpoint_places import Kept, s3_kept, use
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 from tests.packaging.places import KEYS, s3_server
 
 import trainload
+from trainload.autograd_trace.derivation.inductor import Compiled, compile_graph
+from trainload.launching.node import build
 from trainload.launching.run.result import RunResult
 from trainload.packaging.package import Package
 
@@ -87,3 +90,16 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
 def bucket(s3: str) -> Kept:
     """An empty place of checkpoints in S3."""
     return s3_kept()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the graphs that are compiled from now on."""
+    names: list[str] = []
+
+    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
+        names.append(path.stem)
+        return compile_graph(module, path, groups)
+
+    monkeypatch.setattr(build, "compile_graph", noted)
+    return names

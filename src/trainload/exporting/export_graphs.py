@@ -41,11 +41,10 @@ from trainload.exporting.weights_folder import (
     transformers_part,
     write_folder,
 )
-from trainload.packaging.format.package_files import new_file, new_folder, walk
+from trainload.packaging.format.package_files import check_new_folder, new_file, new_folder, walk
 from trainload.packaging.graphs.graph_json import serialisable_values
 from trainload.packaging.graphs.graph_replacement import with_graph
 from trainload.packaging.package import Package, check_weights
-from trainload.transforms.apply import check_path
 
 __all__ = ["Exported", "Kind", "export"]
 
@@ -154,7 +153,7 @@ def export(
                 where=", ".join(useless),
                 hint="Omit it, or choose pt2 or aoti.",
             )
-        check_path(path)
+        check_new_folder(path)
         return _export_weights(package, path, part, check)
     if part is not None:
         raise PackageError(
@@ -169,7 +168,7 @@ def export(
             expected=f"a name that ends in {_SUFFIX}",
             got=path.name,
         )
-    check_path(path)
+    check_new_folder(path)
     capture = package.captured(_graph_name(package, graph, variant))
     target = _device(device or "cpu")
     if to == "aoti" and not has_cpp_compiler():

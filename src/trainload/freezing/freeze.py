@@ -17,13 +17,14 @@ from trainload.capture.parity.replays import Check
 from trainload.capture.program import Program
 from trainload.capture.shapes.shape_fixes import AppliedFix, with_suggested_fixes
 from trainload.core.arguments import check_arguments
-from trainload.core.errors import JobError, StorageError
+from trainload.core.errors import JobError
 from trainload.core.paths import check_name
 from trainload.freezing.abstract import freeze_abstract
 from trainload.freezing.bundle import Bundler, given_wheel
 from trainload.freezing.prove import keep_steps, prove
 from trainload.launching.node.libraries import import_libraries
 from trainload.packaging.format.assets import asset_sources
+from trainload.packaging.format.package_files import check_new_folder
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package
 from trainload.packaging.write import write_package
@@ -89,14 +90,7 @@ def freeze(
     """
     path, check = Path(path), Check(check)
     check_name(path)
-    if path.exists():
-        raise StorageError(
-            "it exists already", where=str(path), hint="Choose another path, or remove it."
-        )
-    if not path.absolute().parent.is_dir():
-        raise StorageError(
-            "there is no such folder", where=str(path.absolute().parent), hint="Create it first."
-        )
+    check_new_folder(path)
     check_job(job)
     asset_sources(job.assets)  # check them before the long part of the work
     if abstract and strict is not None:

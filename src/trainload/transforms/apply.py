@@ -29,12 +29,13 @@ from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.parity.compare_programs import Difference, compare
 from trainload.capture.program import GraphCapture, Program
 from trainload.core.canonical_json import sha256_file
-from trainload.core.errors import PackageError, PassError, StorageError, TrainloadError, first_line
+from trainload.core.errors import PackageError, PassError, TrainloadError, first_line
 from trainload.freezing.prove import keep_steps
 from trainload.launching.data.dataset import Dataset
 from trainload.launching.data.run_data import open_run_data
 from trainload.launching.node.cache import default_cache_dir
 from trainload.packaging.format.manifest_records import PassEntry
+from trainload.packaging.format.package_files import check_new_folder
 from trainload.packaging.format.source_map import restore_traces
 from trainload.packaging.graphs.graph_replacement import with_graph
 from trainload.packaging.libraries.providers import distributions_with
@@ -246,7 +247,7 @@ def transform(
         chosen = [eliminate_dead_code, (decompose, {"operators": "core"})]
         new = trainload.transform(package, chosen, "new.tl")
     """
-    check_path(Path(path))
+    check_new_folder(Path(path))
     work = Transformation(package, data)
     for item in passes:
         function, options = item if isinstance(item, tuple) else (item, {})
@@ -255,18 +256,6 @@ def transform(
         if on_pass is not None:
             on_pass(applied)
     return work.write(path)
-
-
-def check_path(path: Path) -> None:
-    """Check that a package can be written at `path`, before any work is done."""
-    if path.exists():
-        raise StorageError(
-            "it exists already", where=str(path), hint="Choose another path, or remove it."
-        )
-    if not path.absolute().parent.is_dir():
-        raise StorageError(
-            "there is no such folder", where=str(path.absolute().parent), hint="Create it first."
-        )
 
 
 def _batches(capture: GraphCapture, rows: Dataset | None) -> list[dict[str, Tensor]]:

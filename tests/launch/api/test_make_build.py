@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from tests.packaging.signers import Signers
 
 import trainload
-from trainload.autograd_trace.derivation.inductor import Compiled, compile_graph
 from trainload.core.errors import StorageError
 from trainload.launching.api.make_build import BuildReport
-from trainload.launching.node import build as building
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 from trainload.sharding.plans.strategies import Strategy
@@ -44,19 +40,6 @@ def published(
     policy = folder / "policy.toml"
     policy.write_text(f'build_makers = ["{signers.alice.public}"]\n')
     return Published(f"{folder / 'store'}#main/1", plan, report, policy)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the graphs that are compiled from now on."""
-    names: list[str] = []
-
-    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
-        names.append(path.stem)
-        return compile_graph(module, path, groups)
-
-    monkeypatch.setattr(building, "compile_graph", noted)
-    return names
 
 
 def test_every_graph_is_compared(published: Published) -> None:

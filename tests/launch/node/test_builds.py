@@ -5,7 +5,6 @@ Builds share compiled graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from tests.launch.tiny import write_rows
 
 import trainload
-from trainload.autograd_trace.derivation.inductor import Compiled, compile_graph
-from trainload.launching.node import build
 from trainload.launching.node.build import compile_build, is_compiled, uncompiled_build
 from trainload.launching.node.cache import SIZE_VARIABLE, in_use, leave, make_room
 from trainload.packaging.package import Package
@@ -47,19 +44,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache for one test."""
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the graphs that are compiled from now on."""
-    names: list[str] = []
-
-    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
-        names.append(path.stem)
-        return compile_graph(module, path, groups)
-
-    monkeypatch.setattr(build, "compile_graph", noted)
-    return names
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.packages import password_of
-from trainload.cli.commands.planning import changed_by
+from trainload.cli.commands.planning import changed_by, plan_file_option
 from trainload.cli.commands.shared import (
     Transfer,
     any_package_argument,
@@ -32,14 +32,7 @@ _file = click.Path(path_type=Path)
 
 @click.command(short_help="Compile for a plan.")
 @any_package_argument
-@click.option(
-    "--plan",
-    "plan_file",
-    type=_file,
-    metavar="FILE",
-    required=True,
-    help="Plan from `trainload plan`.",
-)
+@plan_file_option
 @click.option(
     "--set",
     "settings",

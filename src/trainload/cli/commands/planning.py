@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from trainload.sharding.plans.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 KINDS = ("cpu", "cuda")
+plan_file_option = click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    required=True,
+    help="Plan from `trainload plan`.",
+)
 
 
 @click.command(short_help="Plan for a cluster.")
@@ -319,14 +327,7 @@ def _parse_rule(text: str) -> tuple[str, Any]:
 
 @click.command(short_help="Check a plan's ranks.")
 @package_argument
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    required=True,
-    help="Plan from `trainload plan`.",
-)
+@plan_file_option
 @click.option(
     "--set",
     "settings",

@@ -168,10 +168,10 @@ def ops(
             "-o writes a package with a chosen set: pass --set or --interactive."
         )
     opened = shared.open_package(package)
-    from trainload.transforms.apply import check_path
+    from trainload.packaging.format.package_files import check_new_folder
 
     if output is not None:
-        check_path(output)
+        check_new_folder(output)
     if operator_set is None and not interactive:
         _list(opened, as_json)
     else:
