@@ -119,9 +119,7 @@ class NodeActor:
                 return {}
             preparer = self._preparer = self._fork(0, "prepare").serve(numbers[0], relay)
         shares = len(set(args.seats)) > 1
-        preparer.shared = self._shared = SharedBuilds(
-            args.mailbox, args.attempt, self._node, ray.get_runtime_context().current_actor
-        )
+        preparer.shared = self._shared = SharedBuilds(args.mailbox, args.attempt, self._node)
         preparer.send(Prepare(args.spec, numbers, quiet, shares))
         failures = {
             number: replace(failure, text=f"preparing the node: {failure.text}")

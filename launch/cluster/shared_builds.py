@@ -33,12 +33,11 @@ class SharedBuilds:
         mailbox: the actor.
         attempt: number of the attempt.
         node: id of this node.
-        actor: handle of this node's actor, whose `build_files` other nodes call.
     """
 
-    def __init__(self, mailbox: ActorHandle[Mailbox], attempt: int, node: str, actor: Any) -> None:
+    def __init__(self, mailbox: ActorHandle[Mailbox], attempt: int, node: str) -> None:
         self._mailbox: Any = mailbox
-        self._attempt, self._node, self._actor = attempt, node, actor
+        self._attempt, self._node = attempt, node
         self._folders: dict[str, Path] = {}
         self._over = threading.Event()
 
@@ -72,9 +71,12 @@ class SharedBuilds:
         return False
 
     def give(self, name: str, folder: Path) -> None:
-        """Let the other nodes fetch a build that this node has."""
+        """Let the other nodes fetch a build that this node has, from the actor in which this runs
+        (`NodeActor.build_files`).
+        """
         self._folders[name] = folder
-        self._mailbox.add_build.remote(self._attempt, name, [self._actor])
+        actor = ray.get_runtime_context().current_actor
+        self._mailbox.add_build.remote(self._attempt, name, [actor])
 
     def files(self, name: str) -> dict[str, bytes]:
         """Return the files of a build that this node has given, as `read_files` does."""

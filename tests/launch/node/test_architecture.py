@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,12 +103,22 @@ def test_a_gpu_is_described_by_what_its_kernels_depend_on(monkeypatch: pytest.Mo
     describe(monkeypatch)
     assert architecture_of(GPU) == {
         "device": "cuda",
+        "machine": platform.machine(),
         "capability": "9.0",
         "multiprocessors": 132,
         "shared_memory": 232_448,
         "name": None,
     }
-    assert set(toolchain_of(GPU)) == {"torch", "python", "platform", "triton"}
+    assert set(toolchain_of(GPU)) == {
+        *("torch", "python", "libc", "settings"),
+        *("platform", "triton"),
+    }
+
+
+def test_settings_of_inductor_are_part_of_the_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_AUTOTUNE", "CACHE_DIR", "COMPILE_THREADS"):
+        monkeypatch.setenv(f"TORCHINDUCTOR_{name}", "1")
+    assert toolchain_of(CPU)["settings"] == "TORCHINDUCTOR_MAX_AUTOTUNE=1"
 
 
 def test_the_compiler_is_named_with_its_version(
