@@ -82,7 +82,7 @@ class FetchedBuilds:
         """Return True if a build that was fetched into the cache may be loaded by this run."""
         if self._url is None:
             return False
-        accepted = folder / _MAKER / f"accepted-{self._rules()}"
+        accepted = self._accepted(folder)
         if accepted.exists():
             return True
         try:
@@ -156,6 +156,7 @@ class FetchedBuilds:
         """Fetch a part of a build into a folder, with its record and signatures."""
         try:
             shutil.copytree(scratch, folder / _MAKER)
+            self._accepted(folder).touch()
             fetch_part(store, record, index, folder)
             check_loadable(folder)
         except (PackageError, StorageError, OSError) as error:
@@ -165,10 +166,13 @@ class FetchedBuilds:
         self._on_fetched()
         return True
 
-    def _rules(self) -> str:
-        """Return a hash of what the policies say about makers of builds."""
+    def _accepted(self, folder: Path) -> Path:
+        """Return the file that says that policies with the present rules about builds have accepted
+        a build of the cache, so that each process need not verify its signatures.
+        """
         rules = [policy.build_makers for policy in self._policies]
-        return sha256_bytes(canonical_json([rule for rule in rules if rule is not None]))[:_DIGITS]
+        said = canonical_json([rule for rule in rules if rule is not None])
+        return folder / _MAKER / f"accepted-{sha256_bytes(said)[:_DIGITS]}"
 
 
 def is_from_store(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from tests.packaging.signatures.sign_and_verify import sign
 from tests.packaging.signers import Signer, Signers
 
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.launching.node import fetched_builds
 from trainload.launching.node.fetched_builds import FetchedBuilds
 from trainload.packaging.builds.build_record import Target
 from trainload.packaging.signatures.policy import Policy
@@ -124,6 +125,14 @@ def test_a_tampered_build_is_refused(store: Path, signers: Signers, draft: Path,
     blob.chmod(0o644)
     blob.write_bytes(b"x" * blob.stat().st_size)
     assert "differs from the published one" in refusal(store, trusting(signers.alice), draft)
+
+
+def test_signatures_are_verified_once_for_all_processes(
+    store: Path, signers: Signers, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched(store, trusting(signers.alice), draft)
+    monkeypatch.setattr(fetched_builds, "check_maker", lambda *_: pytest.fail("verified again"))
+    assert FetchedBuilds(f"{store}#main/1", [trusting(signers.alice)], print).allows(draft)
 
 
 def forged(store: Path, **changes: object) -> None:
