@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs
 from tests.packaging.places import BUCKET, KEYS, s3_server
 from tests.packaging.signers import Signers
 from tests.retraining.conftest import classifier, write_day
@@ -38,7 +39,10 @@ def s3() -> Iterator[None]:
     with s3_server() as url, pytest.MonkeyPatch.context() as patch:
         for name, value in {**KEYS, "AWS_ENDPOINT_URL": url}.items():
             patch.setenv(name, value)
+        # fsspec gives out clients again that it has made for other endpoints
+        s3fs.S3FileSystem.clear_instance_cache()
         yield
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="module")
