@@ -64,7 +64,7 @@ def publish(inputs: Inputs) -> tuple[str, dict[str, float], Path]:
 
 
 def build_sources(inputs: Inputs) -> list[str]:
-    """Return from where the newest run's node has its build; [] if its cache had it."""
+    """Return where the newest run's node got its build; [] if its cache had it."""
     newest = max(inputs.scratch.glob("*/run/events.jsonl"), key=lambda path: path.stat().st_mtime)
     events = [json.loads(line) for line in newest.read_text().splitlines()]
     return [event["data"]["source"] for event in events if event["kind"] == "build"]

@@ -143,7 +143,7 @@ class _MirroredGroup(_AnyGroup):  # type: ignore[misc]  # its class is Any
         self, outputs: list[Tensor], operands: list[Tensor], result: Callable[[Tensor], Tensor]
     ) -> Any:
         """Begin a collective: `result` computes each output from its operand."""
-        in_place = [
+        kept = [
             operand.clone() if output is operand else operand
             for output, operand in zip(outputs, operands, strict=True)
         ]
@@ -151,7 +151,7 @@ class _MirroredGroup(_AnyGroup):  # type: ignore[misc]  # its class is Any
             output.fill_(math.nan if output.is_floating_point() else 0)
 
         def end() -> None:
-            for output, operand in zip(outputs, in_place, strict=True):
+            for output, operand in zip(outputs, kept, strict=True):
                 output.copy_(result(operand).view_as(output))
 
         return _MirroredWork(end)

@@ -12,7 +12,7 @@ from trainload.core.errors import CompileError, RequestError
 from trainload.core.records import now
 from trainload.core.versions import VERSION
 from trainload.launching.api.compare_build import compare_alone
-from trainload.launching.node.build import can_compile, compile_build, graph_names
+from trainload.launching.node.build import can_compile, compile_build, compiled_graphs
 from trainload.launching.node.build_key import build_target, device_of, threads_of, using_threads
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.graph_comparison import Comparison, read_comparison
@@ -39,6 +39,7 @@ class BuildReport:
         seconds: duration of each part.
 
     Example:
+        plan = trainload.plan(package, trainload.Cluster(), "single")
         report = trainload.build(package, plan, "gpt.build")
         print(report.bytes, report.unverified, report.interpreted)
     """
@@ -86,6 +87,7 @@ def build(
             the range of values of an input.
 
     Example:
+        plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
         report = trainload.build(package, plan, "gpt-zero3.build")
         assert not report.unverified
     """
@@ -122,21 +124,13 @@ def build(
             began = time.perf_counter()
             compare_alone(package, plan, folder, cache, interpreted.append)
             report("compare", time.perf_counter() - began)
-    names = {index: graph_names(folder) for index, folder in parts.items()}
+    compiled = [(folder, name) for folder in parts.values() for name in compiled_graphs(folder)]
+    unverified = {name for folder, name in compiled if read_comparison(folder, name) is None}
     record = BuildRecord(
         target=target,
         release=VERSION,
-        compiled=tuple(sorted({name for each in names.values() for name in each})),
-        unverified=tuple(
-            sorted(
-                {
-                    name
-                    for index, each in names.items()
-                    for name in each
-                    if read_comparison(parts[index], name) is None
-                }
-            )
-        ),
+        compiled=tuple(sorted({name for _, name in compiled})),
+        unverified=tuple(sorted(unverified)),
         files=file_entries(parts),
         created=now(),
     )

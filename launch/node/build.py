@@ -99,11 +99,6 @@ class OtherBuilds(Protocol):
         """Yield builds for a target, of the ranks with an index on the pipeline axis."""
 
 
-def _make_here(_name: str, _folder: Path) -> bool:
-    """Have no builds: the default `Source`."""
-    return False
-
-
 def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
     """Return True if this node's cache holds a build for a run on CPUs.
 
@@ -130,7 +125,7 @@ def compile_build(
     evaluates: bool = True,
     processes: int = 1,
     others: OtherBuilds | None = None,
-    share: Source = _make_here,
+    share: Source | None = None,
 ) -> Path:
     """Ensure that the node's cache holds the build. The node's first process fetches or compiles
     it, the others wait.
@@ -169,7 +164,7 @@ def compile_build(
         for folder in [folder for name in names for folder in _fetched(root, name)]:
             if others is not None and others.allows(folder) and _is_kept(folder):
                 return folder
-        smaller = build_name(_targets(package, plan, device, evaluates=False)[-1], pipeline_index)
+        smaller = build_name(build_target(package, plan, device, evaluates=False), pipeline_index)
         reused = root / smaller if smaller != names[-1] and _is_kept(root / smaller) else None
         for target, name in zip(targets, names, strict=True):
             for offered in others.offered(target, pipeline_index) if others is not None else ():
@@ -177,7 +172,7 @@ def compile_build(
                     return root / f"{name}-{offered.suffix}"
 
         def make(draft: Path) -> bool:
-            if share(names[-1], draft):
+            if share is not None and share(names[-1], draft):
                 if _is_whole(draft):
                     return True
                 empty_folder(draft)  # the other node was just removing it
@@ -284,12 +279,6 @@ def compiled_graphs(folder: Path) -> dict[str, Compiled]:
 def kernel_files(folder: Path) -> list[Path]:
     """Return the files of a build's CPU kernels."""
     return sorted((folder / KERNELS).glob("*"))
-
-
-def graph_names(folder: Path) -> tuple[str, ...]:
-    """Return the names of the graphs of a build that are compiled, sorted."""
-    index = json.loads((folder / INDEX_FILE).read_bytes())
-    return tuple(sorted(index["compiled"]))
 
 
 def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> Built:

@@ -111,7 +111,7 @@ def prepare_node(
 def _obtain_build(
     spec: RunSpec, package: Package, index: int, contact: Contact, shared: Sharing | None
 ) -> Path:
-    """Fetch or compile a build unless the node's cache has it, report from where it came, and let
+    """Fetch or compile a build unless the node's cache has it, report where it came from, and let
     the other nodes have it.
     """
     began = time.perf_counter()

@@ -11,7 +11,6 @@ signatures/NAME.sig          signatures, as in a package
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from trainload.core.paths import open_inside, write_bytes
 from trainload.core.records import MAX_RECORD
 from trainload.packaging.builds.build_record import BUILD_FILE, BuildRecord
 from trainload.packaging.format.manifest_records import FileEntry
-from trainload.packaging.format.package_files import new_folder, walk
+from trainload.packaging.format.package_files import copy_checked, new_folder, walk
 from trainload.packaging.format.package_paths import SIGNATURES
 
 _MEDIA_TYPES = {".json": "application/json"}
@@ -61,8 +60,7 @@ def write_build(path: Path, record: BuildRecord, parts: Mapping[int, Path]) -> N
         for file, entry in record.files.items():
             index, _, inner = file.partition("/")
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(parts[int(index)] / inner, folder / file)
-            _check_file(folder, file, entry)
+            copy_checked(parts[int(index)], inner, entry, folder / file)
         write_bytes(folder / BUILD_FILE, record.to_bytes())
 
 

@@ -72,8 +72,7 @@ class StoredBuild(Sealed):
         """Properties that a newer build must share to replace this one: target, verdict, and names
         of signatures.
         """
-        signatures = sorted(file for file in self.files if file.startswith(f"{SIGNATURES}/"))
-        return self.target.key, self.verified, tuple(signatures)
+        return _kind(self.target, self.files, verified=self.verified)
 
     @property
     def digest(self) -> str:
@@ -193,9 +192,9 @@ def _publish(
             nonce=nonce,
         )
 
-    new = make("0" * 8, None)
+    kind = _kind(record.target, files, verified=record.is_verified)
     for stored in builds_of(store, record.target.job, lambda _: None):
-        if stored.kind == new.kind:
+        if stored.kind == kind:
             if stored.files == files:
                 return stored, False
             break
@@ -238,7 +237,7 @@ def _read(store: Store, path: str, job: str, name: str) -> StoredBuild | None:
     if (stored.job, stored.target.job, stored.id) != (job, job, name):
         raise IntegrityError("a record of the store does not match its path", where=where)
     check_paths(stored.files, where)
-    signatures = [file for file in stored.files if file.startswith(f"{SIGNATURES}/")]
+    signatures = _signatures(stored.files)
     largest = max((stored.files[file].size for file in signatures), default=0)
     if len(signatures) > MAX_SIGNATURES or largest > MAX_SIGNATURE:
         raise UnsafePackageError("the signatures of a build are too many or too large", where=where)
@@ -271,7 +270,7 @@ def fetch_record(store: Store, stored: StoredBuild, folder: Path) -> tuple[Build
         UnsafePackageError: the stored files are not those of the build.
     """
     where = f"{store.url}/{_folder(stored.job)}/{stored.id}.json"
-    signatures = {f for f in stored.files if f.startswith(f"{SIGNATURES}/")}
+    signatures = _signatures(stored.files)
     if BUILD_FILE not in stored.files:
         raise UnsafePackageError("a build has no build.json", where=where)
     data = fetch_listing(stored.files, BUILD_FILE, MAX_RECORD, _fetch_from(store))
@@ -326,6 +325,17 @@ def _fetch(store: Store, files: Mapping[str, FileEntry], folder: Path) -> None:
 
 def _fetch_from(store: Store) -> Callable[[FileEntry], Iterator[bytes]]:
     return lambda entry: store.files.receive(blob_path(entry.sha256), entry.size)
+
+
+def _kind(
+    target: Target, files: Collection[str], *, verified: bool
+) -> tuple[str, bool, tuple[str, ...]]:
+    return target.key, verified, tuple(_signatures(files))
+
+
+def _signatures(files: Collection[str]) -> list[str]:
+    """Return the paths of signatures among the files of a build, sorted."""
+    return sorted(file for file in files if file.startswith(f"{SIGNATURES}/"))
 
 
 def _folder(job: str) -> str:

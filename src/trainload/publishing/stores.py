@@ -130,8 +130,9 @@ def push_build(
         PackageError: the build is damaged, or not signed; nothing was published.
 
     Example:
+        plan = trainload.plan(package, trainload.Cluster(), "single")
         trainload.build(package, plan, "gpt.build")
-        trainload.sign("gpt.build", "build-key.pem")
+        trainload.sign("gpt.build", "release-key.pem")
         trainload.push_build("gpt.build", "s3://models/gpt")
     """
     if is_oci(store):

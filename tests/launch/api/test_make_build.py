@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.packaging.signers import Signers
@@ -56,6 +57,14 @@ def test_graphs_with_collectives_are_compared(
     assert trainload.build(tiny, plan, tmp_path / "tiny.build").unverified == ()
 
 
+def train(published: Published, data: Path, run_dir: Path, **options: Any) -> None:
+    """Train the release for two steps in this process."""
+    package = trainload.open(published.reference)
+    trainload.launch(
+        package, published.plan, data, run_dir=run_dir, steps=2, backend="local", **options
+    )
+
+
 def test_a_run_in_an_empty_cache_compiles_nothing(
     published: Published,
     tiny_data: Path,
@@ -64,14 +73,11 @@ def test_a_run_in_an_empty_cache_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
-    trainload.launch(
-        trainload.open(published.reference),
-        published.plan,
+    train(
+        published,
         tiny_data,
-        run_dir=tmp_path / "run",
-        steps=2,
+        tmp_path / "run",
         eval_data=tiny_data,
-        backend="local",
         policy=published.policy,
         require_compiled=True,
     )
@@ -87,14 +93,7 @@ def test_a_run_whose_policies_trust_no_maker_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
-    trainload.launch(
-        trainload.open(published.reference),
-        published.plan,
-        tiny_data,
-        run_dir=tmp_path / "run",
-        steps=1,
-        backend="local",
-    )
+    train(published, tiny_data, tmp_path / "run")
     assert compiled == ["train.only", "train.update"]
 
 

@@ -1,4 +1,4 @@
-"""Of the nodes of a run one compiles a build, and the others fetch it from there."""
+"""One node of a run compiles a build, and the other nodes fetch it from that node."""
 
 from __future__ import annotations
 

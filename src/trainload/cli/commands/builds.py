@@ -10,7 +10,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.packages import password_of
-from trainload.cli.commands.planning import changed_by, plan_file_option
+from trainload.cli.commands.planning import changed_by, plan_file_option, settings_option
 from trainload.cli.commands.shared import (
     Transfer,
     any_package_argument,
@@ -33,13 +33,7 @@ _file = click.Path(path_type=Path)
 @click.command(short_help="Compile for a plan.")
 @any_package_argument
 @plan_file_option
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Setting of the launch: trainload settings.",
-)
+@settings_option
 @click.option(
     "--threads",
     type=positive,

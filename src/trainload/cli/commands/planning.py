@@ -41,6 +41,13 @@ if TYPE_CHECKING:
     from trainload.sharding.plans.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 KINDS = ("cpu", "cuda")
+settings_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting of the launch: trainload settings.",
+)
 plan_file_option = click.option(
     "--plan",
     "plan_file",
@@ -121,13 +128,7 @@ plan_file_option = click.option(
     metavar="N",
     help="Buckets gathered ahead. Default: 1.",
 )
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Setting of the launch: trainload settings.",
-)
+@settings_option
 @click.option(
     "--explain", type=positive, metavar="N", help="Show costs of candidate N, node by node."
 )
