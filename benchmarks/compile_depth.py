@@ -42,7 +42,7 @@ def job(layers: int) -> Any:
 def compile_package(package: Path, system: str, folder: Path) -> None:
     """Compile the training graph of a package, and print the seconds."""
     import trainload
-    from trainload.autograd_trace.derivation import inductor
+    from trainload.autograd_trace.compiling import inductor
     from trainload.launching.node.build import uncompiled_graphs
     from trainload.launching.node.determinism import deterministic
 

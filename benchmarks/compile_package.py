@@ -15,7 +15,7 @@ import torch
 from measure import note
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation import inductor
+from trainload.autograd_trace.compiling import inductor
 from trainload.autograd_trace.outlining.outline import Outlined
 from trainload.launching.node.build import compile_build
 from trainload.launching.worker.preparation import compiling_processes

@@ -32,8 +32,8 @@ def measure(layers: int, scratch: Path) -> dict[str, float]:
     from compile_depth import job
 
     import trainload
+    from trainload.autograd_trace.compiling.inductor import prepare_graph
     from trainload.autograd_trace.derivation.aot import derive
-    from trainload.autograd_trace.derivation.inductor import prepare_graph
     from trainload.autograd_trace.outlining.outline import outline
     from trainload.launching.node.build import uncompiled_graphs
 

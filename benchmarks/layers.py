@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import trainload
-from trainload.autograd_trace.derivation.inductor import prepare_graph
+from trainload.autograd_trace.compiling.inductor import prepare_graph
 from trainload.autograd_trace.outlining.outline import NotOutlined, Outlined, outline
 from trainload.capture.operators import is_collective
 from trainload.core.errors import PlanError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,19 @@ def freeze(
         path,
         abstract=True,
         reduced=_job(model(REDUCED).to(dtype), REDUCED, autocast),
+    )
+
+
+def freeze_four_layers(path: Path) -> trainload.Package:
+    """Freeze the shapes of a Llama of four layers of these widths, computing in bfloat16."""
+    shapes = replace(full(2048), layers=4)
+    with torch.device("meta"):
+        large = Plain(shapes)
+    return trainload.freeze(
+        _job(large, shapes, autocast=True),
+        path,
+        abstract=True,
+        reduced=_job(Plain(REDUCED), REDUCED, autocast=True),
     )
 
 

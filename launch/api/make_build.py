@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import CompileError, RequestError
-from trainload.core.records import now
-from trainload.core.versions import VERSION
 from trainload.launching.api.compare_build import compare_alone
-from trainload.launching.node.build import can_compile, compile_build, compiled_graphs
-from trainload.launching.node.build_key import build_target, device_of, threads_of, using_threads
+from trainload.launching.described.described_build import build_in_child
+from trainload.launching.described.described_gpu import described, is_this_machines
+from trainload.launching.described.write_build import Stages, compiled_parts, write_parts
+from trainload.launching.node.build import can_compile
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.node.graph_comparison import Comparison, read_comparison
-from trainload.packaging.builds.build_folder import file_entries, write_build
-from trainload.packaging.builds.build_record import BuildRecord, Target
+from trainload.launching.node.graph_comparison import Comparison
+from trainload.packaging.builds.build_folder import read_build
+from trainload.packaging.builds.build_record import Target
 from trainload.packaging.format.package_files import check_new_folder, check_outside_packages
 from trainload.packaging.package import Package, check_weights
 from trainload.sharding.planner.check_plan import check_plan
+from trainload.sharding.planner.device import DeviceProfile
 from trainload.sharding.plans.plan import Plan
 
 
@@ -60,6 +62,7 @@ def build(
     path: str | Path,
     *,
     threads: int | None = None,
+    device: str | None = None,
     on_stage: Callable[[str, float], None] = lambda *_: None,
 ) -> BuildReport:
     """Compile a package's graphs under a plan, compare them with the interpreted graphs, and write
@@ -70,19 +73,25 @@ def build(
     It fits machines of this one's architecture with the same releases of torch, Python and the
     compiler. See docs/builds.md.
 
+    With `device` a machine without a GPU makes builds for one. Nothing is computed then, so that
+    the graphs are unverified until `verify_build` has compared them on such a GPU.
+
     Args:
         package: the package. Its weights do not matter for the build.
         plan: plan of the runs.
         path: folder to write.
         threads: number of threads of a worker, which CPU kernels are compiled for. None: the share
             of a worker in this machine's cores.
+        device: "cpu", or a GPU of `trainload plan --device`, such as "h100", which this machine
+            need not have. None: this machine's device of the plan's kind.
         on_stage: called with (part, seconds) when each part is done.
 
     Raises:
         StorageError: `path` is taken, or a disk is full.
-        PlanError: the plan was made for another package.
-        CompileError: there is no C++ compiler.
-        RequestError: `threads` is passed for GPUs.
+        PlanError: the plan was made for another package, or there is no such device.
+        CompileError: there is no compiler, or the process for a described GPU has ended.
+        RequestError: `threads` is passed for GPUs, the plan is for devices of another kind, this
+            machine has no GPU, or it cannot compile for the described one.
         DataError: rows to compare the graphs on cannot be made, since the package does not record
             the range of values of an input.
 
@@ -104,40 +113,56 @@ def build(
             where="threads",
             hint="Omit it, or use a plan for CPUs.",
         )
-    cache, device = default_cache_dir(), device_of(plan)
-    if threads is None:
-        threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
-    seconds: dict[str, float] = {}
+    gpu = _described(plan, device)
+    if gpu is not None:
+        return report_of(path, build_in_child(package, plan, path, gpu, on_stage), ())
+    if plan.cluster.device != "cpu" and not torch.cuda.is_available():
+        raise RequestError(
+            "this machine has no GPU",
+            where="device",
+            hint="Name the GPU for which the graphs are compiled, such as h100.",
+        )
     interpreted: list[Comparison] = []
+    stages = Stages(on_stage)
+    parts = compiled_parts(package, plan, threads, stages)
+    for folder in parts.values():
+        with stages.timed("compare"):
+            compare_alone(package, plan, folder, default_cache_dir(), interpreted.append)
+    write_parts(path, package, plan, parts, threads)
+    return report_of(path, stages.seconds, interpreted)
 
-    def report(stage: str, spent: float) -> None:
-        seconds[stage] = seconds.get(stage, 0.0) + spent
-        on_stage(stage, spent)
 
-    with using_threads(threads):
-        target = build_target(package, plan, device)
-        parts = {
-            index: compile_build(package, plan, device, cache, report, index)
-            for index in range(plan.pipeline_ranks)
-        }
-        for folder in parts.values():
-            began = time.perf_counter()
-            compare_alone(package, plan, folder, cache, interpreted.append)
-            report("compare", time.perf_counter() - began)
-    compiled = [(folder, name) for folder in parts.values() for name in compiled_graphs(folder)]
-    unverified = {name for folder, name in compiled if read_comparison(folder, name) is None}
-    record = BuildRecord(
-        target=target,
-        release=VERSION,
-        compiled=tuple(sorted({name for _, name in compiled})),
-        unverified=tuple(sorted(unverified)),
-        files=file_entries(parts),
-        created=now(),
-    )
-    write_build(path, record, parts)
+def _described(plan: Plan, device: str | None) -> DeviceProfile | None:
+    """Return the GPU to describe; None if graphs are compiled for a device of this machine.
+
+    Raises:
+        RequestError, PlanError: as `build`.
+    """
+    if device is None:
+        return None
+    kind = "cpu" if device == "cpu" else described(device).kind
+    if kind != plan.cluster.device:
+        raise RequestError(
+            "the plan is for devices of another kind",
+            where="device",
+            expected=plan.cluster.device,
+            got=device,
+            hint="Make a plan for it: trainload plan --device.",
+        )
+    if kind == "cpu":
+        return None
+    profile = described(device)
+    return None if is_this_machines(profile) else profile
+
+
+def report_of(
+    path: Path, seconds: Mapping[str, float], interpreted: Sequence[Comparison]
+) -> BuildReport:
+    """Return the report of the build that was written to `path`."""
+    record, _ = read_build(path)
     return BuildReport(
         path=path,
-        target=target,
+        target=record.target,
         graphs=len(record.compiled),
         unverified=record.unverified,
         interpreted=tuple(map(str, interpreted)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainload.autograd_trace.derivation.inductor import cpp_compiler_version
+from trainload.autograd_trace.compiling.inductor import cpp_compiler_version
 from trainload.packaging.builds.build_record import Facts
 
 _INDUCTOR = "TORCHINDUCTOR_"
@@ -45,7 +45,7 @@ def architecture_of(device: torch.device, threads: int | None = None) -> Facts:
             "capability": f"{found.major}.{found.minor}",
             "multiprocessors": found.multi_processor_count,
             "shared_memory": getattr(found, "shared_memory_per_block_optin", None),  # not on ROCm
-            "name": getattr(found, "gcnArchName", None),
+            "name": found.gcnArchName if torch.version.hip else None,  # on CUDA the product's
         }
     return {
         "device": "cpu",

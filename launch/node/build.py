@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation.compiler_answers import asking_ahead
-from trainload.autograd_trace.derivation.inductor import (
+from trainload.autograd_trace.compiling.call_sizes import shape_environments
+from trainload.autograd_trace.compiling.compiler_answers import asking_ahead
+from trainload.autograd_trace.compiling.inductor import (
     Compiled,
     NotCompiled,
     compile_graph,
     has_cpp_compiler,
     load_compiled,
 )
-from trainload.autograd_trace.derivation.kernels import KERNELS
+from trainload.autograd_trace.compiling.kernels import KERNELS
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.atomic import new_folder, remove_temporaries
@@ -51,6 +52,7 @@ from trainload.packaging.builds.build_record import INDEX_FILE, Target
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
 from trainload.sharding.pipeline.stages import Part, Value
+from trainload.sharding.planner.plan_costs import sizes_of
 from trainload.sharding.plans.device_step_graphs import step_graphs
 from trainload.sharding.plans.plan import Plan
 from trainload.sharding.rewriting.local_step import Local, local_step
@@ -181,10 +183,10 @@ def compile_build(
                 deterministic(),
                 asking_ahead(device, forks=processes > 1),
             ):
-                graphs, work = _make_graphs(
+                made = _make_graphs(
                     package, plan, device, pipeline_index, on_stage, evaluates=evaluates
                 )
-                _compile_into(draft, graphs, work, plan, on_stage, reused, processes)
+                _compile_into(draft, made, plan, on_stage, reused, processes)
             return True
 
         _add(root / names[-1], cache_dir, make)
@@ -326,8 +328,8 @@ def uncompiled_graphs(
     evaluates: bool = True,
 ) -> dict[str, GraphModule]:
     """Return the graph modules from which a build is compiled, by their names within the build."""
-    graphs, _ = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
-    return _modules(graphs)
+    made = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
+    return _modules(made.graphs)
 
 
 def _modules(graphs: RankGraphs) -> dict[str, GraphModule]:
@@ -344,7 +346,8 @@ def uncompiled_build(
     evaluates: bool = True,
 ) -> Built:
     """Return an interpreted build, for machines without a compiler and for tests."""
-    graphs, work = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
+    made = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
+    graphs, work = made.graphs, made.work
 
     def graph(name: str) -> BuiltGraph:
         return BuiltGraph(
@@ -368,6 +371,29 @@ def uncompiled_build(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The graphs of a build, before they are compiled.
+
+    Attributes:
+        graphs: the graphs.
+        work: what their calls compute.
+        sizes: pairs of a shape environment, and the values of its symbols in the largest call.
+    """
+
+    graphs: RankGraphs
+    work: Work
+    sizes: tuple[tuple[object, dict[str, int]], ...]
+
+    def sizes_in(self, module: GraphModule) -> dict[str, int]:
+        """Return the values of the symbols of one of the graphs."""
+        environments = list(shape_environments(module))
+        return next(
+            (sizes for each, sizes in self.sizes if any(each is other for other in environments)),
+            {},
+        )
+
+
 def _make_graphs(
     package: Package,
     plan: Plan,
@@ -376,7 +402,7 @@ def _make_graphs(
     on_stage: Callable[[str, float], None] = lambda *_: None,
     *,
     evaluates: bool,
-) -> tuple[RankGraphs, Work]:
+) -> _Made:
     began = time.perf_counter()
     steps = step_graphs(package, device, package.manifest.step_graphs(evaluates=evaluates))
     on_stage("derive joint graphs", time.perf_counter() - began)
@@ -384,7 +410,13 @@ def _make_graphs(
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
     graphs = rank_graphs(package, plan, local, package.updates(), device, pipeline_index)
     on_stage("shard", time.perf_counter() - began)
-    return graphs, work_of(steps, plan.rows_per_call)
+    rows = plan.rows_per_call
+    sizes = tuple(
+        (environment, sizes_of(step.module, step.inputs, rows))
+        for step in steps.values()
+        for environment in list(shape_environments(step.module))[:1]
+    )
+    return _Made(graphs, work_of(steps, rows), sizes)
 
 
 def _built(
@@ -431,8 +463,7 @@ def can_compile() -> bool:
 
 def _compile_into(
     draft: Path,
-    graphs: RankGraphs,
-    work: Work,
+    made: _Made,
     plan: Plan,
     on_stage: Callable[[str, float], None],
     other: Path | None,
@@ -441,6 +472,7 @@ def _compile_into(
     """Compile the graphs of a build into its folder, or copy them from `other`, a build of some of
     the same graphs.
     """
+    graphs = made.graphs
     groups = {name: len(parts[0]) for name, parts in plan.groups().items()}
     collectives = graphs.collectives(plan)  # compiling changes the graphs
     failed: dict[str, str] = {}
@@ -456,7 +488,7 @@ def _compile_into(
                     _copy_graph(other, draft, file.name, before[name].kernels)
                     compiled[name] = before[name]
         if not file.exists():
-            pending[name] = partial(_try_to_compile, module, file, groups)
+            pending[name] = partial(_try_to_compile, module, file, groups, made.sizes_in(module))
     for name, (result, reason, seconds) in side_by_side(pending, processes):
         if result is None:  # the graph runs interpreted
             failed[name] = reason
@@ -475,7 +507,7 @@ def _compile_into(
         "collectives": as_json(collectives),
         "failed": failed,
         "compiled": {name: asdict(each) for name, each in compiled.items()},
-        "work": work,
+        "work": made.work,
         "digests": {
             path.relative_to(draft).as_posix(): sha256_file(path)
             for pattern in ("*.bin", f"{KERNELS}/*")
@@ -497,7 +529,7 @@ def _copy_graph(source: Path, target: Path, file: str, kernels: Sequence[str]) -
 
 
 def _try_to_compile(
-    module: GraphModule, file: Path, groups: Mapping[str, int]
+    module: GraphModule, file: Path, groups: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Compiled | None, str, float]:
     """Compile a graph into a file.
 
@@ -506,7 +538,7 @@ def _try_to_compile(
     """
     began = time.perf_counter()
     try:
-        compiled, reason = compile_graph(module, file, groups), ""
+        compiled, reason = compile_graph(module, file, groups, sizes), ""
     except NotCompiled as error:
         compiled, reason = None, str(error)
     return compiled, reason, time.perf_counter() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
-BUILD_VERSION = 19
+BUILD_VERSION = 20
 """Part of every build's job.
 
 Increase it when the graphs made from the same package and plan, or their compilation, change.
@@ -57,12 +58,14 @@ def build_target(
     compiles them, and the architecture, which on CPUs includes the number of threads of a worker
     (by default, those of this process).
     """
-    job = {
+    job: dict[str, Any] = {
         "build": BUILD_VERSION,
         "program": _without_rates(package.manifest).program_digest,
         "graphs": package.manifest.step_graphs(evaluates=evaluates),
         "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size},
     }
+    if device.type == "cuda":  # kernels for GPUs are made for calls of up to this size
+        job["rows"] = plan.rows_per_call
     return Target(
         job=sha256_bytes(canonical_json(job)),
         toolchain=toolchain_of(device),

@@ -358,7 +358,7 @@ def serve(descriptor: int, path: str, idle_seconds: float) -> None:
     name_process(_NAME)
     # everything that a rank imports: none of it starts a thread that a rank would miss
     import trainload.launching.ranks.rank_process  # noqa: F401
-    from trainload.autograd_trace.derivation.inductor import import_loader
+    from trainload.autograd_trace.compiling.inductor import import_loader
 
     import_loader()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
-from trainload.autograd_trace.derivation.inductor import compile_graph, load_compiled
+from trainload.autograd_trace.compiling.inductor import compile_graph, load_compiled
 from trainload.capture.operators import is_collective, is_overload
 from trainload.capture.parity.distance import relative_distance
 from trainload.launching.node.graph_comparison import EXPLAINED

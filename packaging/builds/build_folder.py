@@ -64,6 +64,26 @@ def write_build(path: Path, record: BuildRecord, parts: Mapping[int, Path]) -> N
         write_bytes(folder / BUILD_FILE, record.to_bytes())
 
 
+def copy_parts(path: Path, record: BuildRecord, target: Path) -> dict[int, Path]:
+    """Copy the files of a build, without its record and signatures.
+
+    Args:
+        path: folder of the build.
+        record: its record.
+        target: an empty folder.
+
+    Returns:
+        Index on the pipeline axis -> folder with its graphs.
+
+    Raises:
+        IntegrityError: a file has changed since the record was made.
+    """
+    for file, entry in record.files.items():
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        copy_checked(path, file, entry, target / file)
+    return {int(folder.name): folder for folder in sorted(target.iterdir())}
+
+
 def is_build(path: Path) -> bool:
     """Return True if a folder contains a build."""
     return (path / BUILD_FILE).is_file()

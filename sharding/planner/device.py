@@ -43,6 +43,19 @@ class Measured(_Record):
     seconds: float
 
 
+class GpuArchitecture(_Record):
+    """Properties of an NVIDIA GPU that compiled kernels depend on, from CUDA's tables.
+
+    `threads` and `shared_memory` (bytes) are those of a multiprocessor.
+    """
+
+    capability: str = Field(pattern=r"^[1-9][0-9]?\.[0-9]$")
+    multiprocessors: int = Field(gt=0)
+    threads: int = Field(gt=0)
+    shared_memory: int = Field(gt=0)
+    l2_bytes: int = Field(gt=0)
+
+
 class DeviceProfile(_Record):
     """A kind of device. All figures are what programs achieve, not data sheet values; `source` says
     where they come from.
@@ -55,6 +68,10 @@ class DeviceProfile(_Record):
     reserved_bytes: int = Field(default=0, ge=0)
     """Memory of a process before it holds a tensor, and what its allocator cannot use: libraries,
     their buffers, fragmentation.
+    """
+    architecture: GpuArchitecture | None = None
+    """Architecture for which `trainload build --device` compiles graphs on a machine without this
+    GPU; None for devices that cannot be described.
     """
     product_names: tuple[str, ...] = ()
     """Words of the product name that the driver reports ("H100" of "NVIDIA H100 80GB HBM3")."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trainload.autograd_trace.derivation.inductor import compile_graph
+from trainload.autograd_trace.compiling.inductor import compile_graph
 
 c10d = torch.ops._c10d_functional
 BUCKETS = 4

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch._inductor import codecache, cpu_vec_isa
 
-from trainload.autograd_trace.derivation import compiler_answers
-from trainload.autograd_trace.derivation.compiler_answers import asking_ahead, remembered_answers
+from trainload.autograd_trace.compiling import compiler_answers
+from trainload.autograd_trace.compiling.compiler_answers import asking_ahead, remembered_answers
 
 
 @pytest.fixture

@@ -24,14 +24,14 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.loop_body import LoopBodyBlock
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation import inductor
-from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
-from trainload.autograd_trace.derivation.faster_inductor import _lower_priority
-from trainload.autograd_trace.derivation.inductor import (
+from trainload.autograd_trace.compiling import inductor
+from trainload.autograd_trace.compiling.faster_inductor import _lower_priority
+from trainload.autograd_trace.compiling.inductor import (
     NotCompiled,
     compile_graph,
     load_compiled,
 )
+from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
 from trainload.autograd_trace.outlining.outline import outline
 
 LINKS = 6
@@ -216,7 +216,7 @@ def test_results_of_regions_that_no_pass_has_changed_are_kept(
     monkeypatch.setattr(FakeTensorUpdater, "incremental_update", update)
     monkeypatch.setattr(GraphLowering, "run", stop)
     with pytest.raises(NotCompiled, match="the passes are over"):
-        inductor._compile(outlined, tmp_path / "graph.bin", {})
+        inductor._compile(outlined, tmp_path / "graph.bin", {}, {})
     assert any(not changed for changed, _ in computed)
     assert all(changed or not updated for changed, updated in computed)
 

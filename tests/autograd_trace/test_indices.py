@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainload.autograd_trace.compiling.inductor import compile_graph, load_compiled
 from trainload.autograd_trace.derivation.aot import fake_mode, trace_flat
-from trainload.autograd_trace.derivation.inductor import compile_graph, load_compiled
 
 ROWS, WIDTH = 6, 4
 Take = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.autograd_trace.test_faster_inductor import flat
 
-from trainload.autograd_trace.derivation.inductor import Compiled, compile_graph
-from trainload.autograd_trace.derivation.kernels import KERNELS
+from trainload.autograd_trace.compiling.inductor import Compiled, compile_graph
+from trainload.autograd_trace.compiling.kernels import KERNELS
 
 LOADING = """
 import sys, torch
 from pathlib import Path
-from trainload.autograd_trace.derivation.inductor import load_compiled
+from trainload.autograd_trace.compiling.inductor import load_compiled
 (value,) = load_compiled(Path(sys.argv[1]))(torch.arange(12.0).reshape(3, 4))
 print(value.tolist())
 """

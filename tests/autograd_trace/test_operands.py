@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from trainload.autograd_trace.derivation.operands import keep_operands_apart
+from trainload.autograd_trace.compiling.operands import keep_operands_apart
 
 aten, cond = torch.ops.aten, torch.ops.higher_order.cond
 

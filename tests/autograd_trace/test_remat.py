@@ -24,8 +24,8 @@ from torch import nn
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from trainload.autograd_trace.compiling.inductor import compile_graph, load_compiled
 from trainload.autograd_trace.derivation.aot import derive
-from trainload.autograd_trace.derivation.inductor import compile_graph, load_compiled
 from trainload.autograd_trace.derivation.step_check import check_step
 from trainload.autograd_trace.graphs import TANGENT, StepGraph
 from trainload.autograd_trace.recompute.hold import hold_back

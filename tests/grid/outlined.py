@@ -10,7 +10,7 @@ import torch
 from tests.laws.worker import train_as_rank
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation.inductor import prepare_graph
+from trainload.autograd_trace.compiling.inductor import prepare_graph
 from trainload.autograd_trace.outlining.outline import NotOutlined, outline
 from trainload.capture.source.patched import replaced
 from trainload.launching.node.build import uncompiled_build

@@ -15,10 +15,12 @@ IMPORTED_AS = {**{stage: stage for stage in STAGES}, "launch": "launching"}
 PRIVATE_TORCH = frozenset(
     {
         "autograd_trace/derivation/aot.py",
-        "autograd_trace/derivation/compiler_answers.py",
-        "autograd_trace/derivation/faster_inductor.py",
-        "autograd_trace/derivation/inductor.py",
-        "autograd_trace/derivation/kernels.py",
+        "autograd_trace/compiling/call_sizes.py",
+        "autograd_trace/compiling/compiler_answers.py",
+        "autograd_trace/compiling/described_device.py",
+        "autograd_trace/compiling/faster_inductor.py",
+        "autograd_trace/compiling/inductor.py",
+        "autograd_trace/compiling/kernels.py",
         "autograd_trace/derivation/named_groups.py",
         "autograd_trace/derivation/wait_time.py",
         "capture/job/torch_modes.py",

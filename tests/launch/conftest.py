@@ -14,7 +14,7 @@ from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
 from tests.packaging.places import KEYS, s3_server
 
 import trainload
-from trainload.autograd_trace.derivation.inductor import Compiled, compile_graph
+from trainload.autograd_trace.compiling.inductor import Compiled, compile_graph
 from trainload.launching.node import build
 from trainload.launching.run.result import RunResult
 from trainload.packaging.package import Package

@@ -105,7 +105,7 @@ def planted(fault: str) -> Iterator[None]:
         hold.hold_back(module)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainload.autograd_trace.derivation.inductor.hold_back", hold_back)
+        patch.setattr("trainload.autograd_trace.compiling.inductor.hold_back", hold_back)
         yield
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from trainload.autograd_trace.compiling.inductor import compile_ahead, has_cpp_compiler, load_ahead
 from trainload.autograd_trace.derivation.aot import add_size_conditions
-from trainload.autograd_trace.derivation.inductor import compile_ahead, has_cpp_compiler, load_ahead
 from trainload.autograd_trace.derivation.plain import (
     custom_libraries,
     other_devices,

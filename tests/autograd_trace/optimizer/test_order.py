@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trainload.autograd_trace.derivation.inductor import compile_graph
+from trainload.autograd_trace.compiling.inductor import compile_graph
 
 c10d = torch.ops._c10d_functional
 

@@ -9,8 +9,8 @@ import pytest
 from tests.autograd_trace.outlining.layered import calls, graph_of
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.derivation import inductor
-from trainload.autograd_trace.derivation.inductor import NotCompiled, compile_graph
+from trainload.autograd_trace.compiling import inductor
+from trainload.autograd_trace.compiling.inductor import NotCompiled, compile_graph
 
 LAYERS = 3
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import trainload
-from trainload.autograd_trace.derivation import inductor
+from trainload.autograd_trace.compiling import inductor
 from trainload.launching.node import architecture
 from trainload.launching.node.architecture import architecture_of, toolchain_of
 from trainload.launching.node.build_key import build_target

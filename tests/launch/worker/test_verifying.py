@@ -26,8 +26,8 @@ from torch.fx import GraphModule
 
 import trainload
 from trainload import Job
+from trainload.autograd_trace.compiling.inductor import Compiled, NotCompiled, compile_graph
 from trainload.autograd_trace.derivation.aot import derive
-from trainload.autograd_trace.derivation.inductor import Compiled, NotCompiled, compile_graph
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CompileError
 from trainload.launching.checkpoints.reader import Checkpoint
@@ -364,7 +364,7 @@ def test_a_graph_that_torch_compiles_and_cannot_save_is_not_compiled(
         found: Tensor = torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
         return found
 
-    monkeypatch.setattr("trainload.autograd_trace.derivation.inductor._CACHEABLE", ())
+    monkeypatch.setattr("trainload.autograd_trace.compiling.inductor._CACHEABLE", ())
     step = derive(capture(models.job(models.Model(conditional))), "train", torch.device("cpu"))
     with pytest.raises(NotCompiled):
         compile_graph(step.module, tmp_path / "artifact", {})

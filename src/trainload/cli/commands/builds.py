@@ -35,6 +35,18 @@ _file = click.Path(path_type=Path)
 @plan_file_option
 @settings_option
 @click.option(
+    "--device",
+    metavar="D",
+    help="cpu, or a GPU that this machine need not have: h100, a100, ... Default: this machine's.",
+)
+@click.option(
+    "--verify",
+    "verified",
+    type=_file,
+    metavar="BUILD",
+    help="Compare the graphs of this build, instead of compiling.",
+)
+@click.option(
     "--threads",
     type=positive,
     metavar="N",
@@ -48,6 +60,8 @@ def build(
     package: str,
     plan_file: Path,
     settings: tuple[str, ...],
+    device: str | None,
+    verified: Path | None,
     threads: int | None,
     output: Path | None,
     store: str | None,
@@ -58,6 +72,9 @@ def build(
 
     They fit machines like this one. Every graph is compared with the interpreted one on made rows.
     A launch of a release in STORE loads the build if a policy trusts its maker (build_makers).
+
+    With --device graphs are compiled for a GPU that this machine does not have. No run loads them
+    until --verify has compared them on a machine with that GPU.
     """
     if output is None and store is None:
         raise click.UsageError("pass -o BUILD, or --push STORE, or both.")
@@ -65,8 +82,11 @@ def build(
         raise click.UsageError("--push requires --key: nobody loads a build that is not signed.")
     if store is not None and "#" in store:
         raise click.UsageError("--push: a build belongs to a store, not to a line.")
+    if verified is not None and (device is not None or threads is not None):
+        raise click.UsageError("--verify takes graphs as they are: omit --device and --threads.")
     opened = changed_by(settings, shared.open_to_run(package))
     from trainload.launching.api.make_build import build as make_build
+    from trainload.launching.api.verified_build import verify_build
     from trainload.publishing import trust
     from trainload.publishing.stores import push_build
     from trainload.sharding.plans.plan import read_plan
@@ -74,7 +94,12 @@ def build(
     plan = read_plan(plan_file)
     with tempfile.TemporaryDirectory() as scratch:
         folder = output or Path(scratch) / "build"
-        report = make_build(opened, plan, folder, threads=threads, on_stage=_show_stage)
+        if verified is not None:
+            report = verify_build(verified, opened, plan, folder, on_stage=_show_stage)
+        else:
+            report = make_build(
+                opened, plan, folder, threads=threads, device=device, on_stage=_show_stage
+            )
         if key is not None:
             trust.sign(folder, key, password=password_of(key))
         pushed = None

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,24 +31,26 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_structure
 
-from trainload.autograd_trace.derivation.aot import whole_triton_operators
-from trainload.autograd_trace.derivation.compiler_answers import remembered_answers
-from trainload.autograd_trace.derivation.faster_inductor import (
+from trainload.autograd_trace.compiling.call_sizes import sized_for
+from trainload.autograd_trace.compiling.compiler_answers import remembered_answers
+from trainload.autograd_trace.compiling.described_device import compiler_options
+from trainload.autograd_trace.compiling.faster_inductor import (
     dtype_rules_made_once,
     duplicates_removed,
     kernels_started_early,
     results_kept_in_passes,
     shapes_of_first_call,
 )
-from trainload.autograd_trace.derivation.indices import forbid_negative_indices
-from trainload.autograd_trace.derivation.kernels import (
+from trainload.autograd_trace.compiling.indices import forbid_negative_indices
+from trainload.autograd_trace.compiling.kernels import (
     KERNELS,
     keep_kernels,
     kernels_from,
     kernels_noted,
 )
+from trainload.autograd_trace.compiling.operands import keep_operands_apart
+from trainload.autograd_trace.derivation.aot import whole_triton_operators
 from trainload.autograd_trace.derivation.named_groups import stand_ins
-from trainload.autograd_trace.derivation.operands import keep_operands_apart
 from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
@@ -79,7 +82,12 @@ class Compiled:
     kernels: tuple[str, ...] = ()
 
 
-def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
+def compile_graph(
+    module: GraphModule,
+    path: Path,
+    groups: Mapping[str, int],
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Compiled:
     """Compile a flat graph with Inductor and save the artifact as one file.
 
     Repeated layers are compiled once (`outline`). If that fails, all of the graph is compiled flat.
@@ -92,6 +100,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         path: path of the artifact.
         groups: logical name -> size of the process groups that the graph's collectives use. They
             need not exist yet.
+        sizes: symbolic size -> its value in the largest call, which kernels for GPUs must allow.
 
     Raises:
         NotCompiled: Inductor or the C++ compiler fails.
@@ -100,7 +109,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
     try:
         outlined = outline(module)
         if outlined.regions:
-            kernels = _compile(outlined.module, path, groups)
+            kernels = _compile(outlined.module, path, groups, sizes)
             return Compiled(outlined.regions, kernels=kernels)
         because = None
     except NotOutlined as reason:
@@ -111,7 +120,7 @@ def compile_graph(module: GraphModule, path: Path, groups: Mapping[str, int]) ->
         # a mistake of ours, which must not keep anyone from training
         _log.warning("a graph's layers could not be outlined", exc_info=True)
         because = f"outlining failed: {raised(error)}"
-    return Compiled(flat_because=because, kernels=_compile(module, path, groups))
+    return Compiled(flat_because=because, kernels=_compile(module, path, groups, sizes))
 
 
 def prepare_graph(module: GraphModule) -> None:
@@ -124,7 +133,9 @@ def prepare_graph(module: GraphModule) -> None:
     keep_operands_apart(module)
 
 
-def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> tuple[str, ...]:
+def _compile(
+    module: GraphModule, path: Path, groups: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[str, ...]:
     """Compile a graph, with calls of regions or without, as `compile_graph` says, and return the
     files of its kernels.
     """
@@ -150,11 +161,17 @@ def _compile(module: GraphModule, path: Path, groups: Mapping[str, int]) -> tupl
                 stack.enter_context(whole_triton_operators())
                 stack.enter_context(duplicates_removed())
                 stack.enter_context(kernels_started_early())
+            else:
+                stack.enter_context(sized_for(module, sizes))
             if any(node.target is CALL for node in module.graph.nodes):
                 stack.enter_context(shapes_of_first_call())
                 stack.enter_context(results_kept_in_passes())
             artifact = torch._inductor.standalone_compile(
-                module, inputs, dynamic_shapes="from_graph", options={}, aot=True
+                module,
+                inputs,
+                dynamic_shapes="from_graph",
+                options=compiler_options(),
+                aot=True,
             )
             artifact.save(path=str(path), format="binary")
             return keep_kernels(kernels, path.parent / KERNELS)

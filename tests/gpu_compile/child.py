@@ -1,0 +1,267 @@
+"""What a process finds in which a GPU is described.
+
+    python -m tests.gpu_compile.child compile PACKAGE PLAN OUT
+    python -m tests.gpu_compile.child load PACKAGE PLAN OUT
+    python -m tests.gpu_compile.child dry PACKAGE PLAN OUT
+
+`compile` derives, shards and compiles the graphs of rank 0 into the folder OUT, `load` loads them
+in an empty cache, and `dry` makes a rank's steps with them, with kernels that do nothing. Each
+writes what it found to OUT/VERB.json.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tests.gpu_compile.written import collectives_of_code, collectives_of_graph
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trainload
+from trainload.autograd_trace.compiling import inductor
+from trainload.autograd_trace.compiling.described_device import computing_nothing
+from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups, unbind_groups
+from trainload.capture.job.synthesise import rows_of, synthesise
+from trainload.launching.described.described_gpu import COUNTED
+from trainload.launching.node import build
+from trainload.launching.node.build import compile_build, load_build, uncompiled_graphs
+from trainload.launching.node.build_key import device_of
+from trainload.launching.node.determinism import deterministic
+from trainload.launching.worker.calls import Microbatch
+from trainload.launching.worker.engine import Draw, Engine
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Plan
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_STAGES = ("make_ttir", "make_ttgir", "make_llir", "make_ptx", "make_cubin")
+_WIDE = r"tl\.program_id\(0\)\.to\(tl\.int64\)"
+"""Beginning of a kernel that indexes in 64 bits."""
+_CAST = r"triton_poi_fused__to_copy_\d+\.run\("
+"""Launch of a kernel that only converts a dtype."""
+_STEPS = 4
+"""The first step creates state and tunes kernels; the last one is counted."""
+
+
+def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
+    """Compile, and return facts about graphs, kernels and code."""
+    seconds: dict[str, float] = {}
+    device = device_of(plan)
+    with deterministic():
+        on_gpu = uncompiled_graphs(package, plan, device)
+        cpu = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"device": "cpu"})})
+        on_cpu = uncompiled_graphs(package, cpu, torch.device("cpu"))
+    cache = out / "cache"
+    cache.mkdir(mode=0o700)
+    written: dict[str, list[str]] = {}
+    planned: dict[str, list[str]] = {}
+    compiling = inductor.compile_graph
+
+    def noted(module: GraphModule, path: Path, *rest: Any) -> inductor.Compiled:
+        planned[path.stem] = collectives_of_graph(module)
+        before = set(_codes())
+        done = compiling(module, path, *rest)
+        written[path.stem] = [file.read_text() for file in _codes() if file not in before]
+        return done
+
+    with computing_nothing(), mock.patch.object(build, "compile_graph", noted):
+        folder = compile_build(
+            package, plan, device, cache, lambda stage, spent: seconds.update({stage: spent})
+        )
+    index = json.loads((folder / "index.json").read_bytes())
+    kernels = sorted(cache.rglob("*.cubin"))
+    return {
+        "folder": str(folder),
+        "seconds": seconds,
+        "failed": index["failed"],
+        "regions": {name: len(each["regions"]) for name, each in index["compiled"].items()},
+        "bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+        "elsewhere": [text for name in on_gpu for text in _off_the_gpu(name, on_gpu[name])],
+        "products": {name: _products(module) for name, module in on_gpu.items()},
+        "products_on_cpu": {name: _products(module) for name, module in on_cpu.items()},
+        "attention": {name: _attention(module) for name, module in on_gpu.items()},
+        "architectures": dict(Counter(map(_architecture, kernels))),
+        "kernels": len(kernels),
+        "configurations_of_reductions": _configurations(kernels),
+        "planned": planned,
+        "written": {
+            name: collectives_of_code(codes) for name, codes in written.items() if planned[name]
+        },
+        "wide": {name: _number(_WIDE, codes) for name, codes in written.items()},
+        "casts": {name: _number(_CAST, codes) for name, codes in written.items()},
+    }
+
+
+def _number(pattern: str, codes: Sequence[str]) -> int:
+    return sum(len(re.findall(pattern, code)) for code in codes)
+
+
+def _codes() -> Iterator[Path]:
+    """Yield the files with the code that Inductor has written."""
+    for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("??/*.py"):
+        if "def call(" in file.read_text():
+            yield file
+
+
+def _values(module: GraphModule) -> Iterator[tuple[Any, Tensor]]:
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(each, Tensor):
+                yield node, each
+
+
+def _off_the_gpu(name: str, module: GraphModule) -> list[str]:
+    return [
+        f"{name}: {n.name} on {v.device}" for n, v in _values(module) if v.device.type != "cuda"
+    ]
+
+
+def _products(module: GraphModule) -> dict[str, int]:
+    """Return the number of matrix products by the dtype of their results."""
+    found: Counter[str] = Counter()
+    for node, value in _values(module):
+        if getattr(node.target, "__name__", "").split(".")[0] in _PRODUCTS:
+            found[str(value.dtype)] += 1
+    return dict(found)
+
+
+def _attention(module: GraphModule) -> dict[str, int]:
+    found = Counter(
+        str(node.target).removeprefix("aten.")
+        for node in module.graph.nodes
+        if "scaled_dot_product" in str(node.target)
+    )
+    return dict(found)
+
+
+def _architecture(cubin: Path) -> str:
+    """Return the architecture in the ELF flags of a kernel, such as "sm_90"."""
+    flags = int.from_bytes(cubin.read_bytes()[48:52], "little")
+    return f"sm_{flags & 0xFF}"
+
+
+def _configurations(kernels: Sequence[Path]) -> dict[str, int]:
+    """Return the names of reductions that were compiled in several configurations."""
+    named = Counter(file.stem for file in kernels)
+    return {
+        name: number
+        for name, number in named.items()
+        if number > 1 and name.startswith(("triton_red", "triton_per"))
+    }
+
+
+def load(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
+    """Load the compiled graphs in an empty cache, and return what was compiled then."""
+    folder = Path(json.loads((out / "compile.json").read_bytes())["folder"])
+    compiled = _counted_stages()
+    with tempfile.TemporaryDirectory() as fresh:
+        began = time.perf_counter()
+        with deterministic():
+            load_build(folder, package, plan, Path(fresh))
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "compiled": dict(compiled)}
+
+
+def _counted_stages() -> Counter[str]:
+    """Count the calls of the stages of Triton's compiler from now on."""
+    backend: Any = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    calls: Counter[str] = Counter()
+
+    def counting(stage: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[stage] += 1
+            return original(*args, **options)
+
+        return call
+
+    for stage in _STAGES:
+        counted = counting(stage, getattr(backend, stage))
+        is_static = isinstance(vars(backend)[stage], staticmethod)
+        setattr(backend, stage, staticmethod(counted) if is_static else counted)
+    return calls
+
+
+class _WithoutLibraries(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which cuBLAS and cuDNN are not called: their results are allocated."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS and "out" in kwargs:
+            return kwargs["out"]
+        if name in ("index_put_", "_index_put_impl_"):
+            return args[0]
+        if "scaled_dot_product" in name:
+            moved = [each.to("meta") if isinstance(each, Tensor) else each for each in args]
+            options = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            return tuple(
+                torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
+                if isinstance(each, Tensor)
+                else each
+                for each in func(*moved, **options)
+            )
+        return func(*args, **kwargs)
+
+
+def dry(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
+    """Make a rank's steps, and return what the last one has asked of the GPU."""
+    folder = Path(json.loads((out / "compile.json").read_bytes())["folder"])
+    library = ctypes.CDLL("libcuda.so.1")
+    counts = (ctypes.c_long * len(COUNTED)).in_dll(library, "described_gpu_counts")
+    capture = package.captured("train")
+    batch = synthesise(capture, 0, plan.rows_per_call - rows_of(capture))
+    has_peers = plan.world_size > 1
+    found: dict[str, Any] = {}
+    with deterministic(), alone_of(0, plan.world_size) if has_peers else nullcontext():
+        built = load_build(folder, package, plan, out / "cache")
+        if has_peers:
+            bind_groups(plan.groups())
+        engine = Engine(package, plan, 0, device_of(plan), built)
+        engine.held.load_package()
+        draw = Draw([Microbatch(batch, 0)] * plan.accumulate)
+        with _WithoutLibraries():  # type: ignore[no-untyped-call]
+            for number in range(_STEPS):
+                before, began = list(counts), time.perf_counter()
+                engine.step(number, [draw])
+                found["step"] = {
+                    name: after - earlier
+                    for name, after, earlier in zip(COUNTED, counts, before, strict=True)
+                }
+                found["host_seconds"] = time.perf_counter() - began
+        if has_peers:
+            unbind_groups(plan.groups())
+    return found
+
+
+def main() -> None:
+    """Do what the command line says."""
+    verb, package, plan, out = sys.argv[1], *map(Path, sys.argv[2:])
+    functions = {"compile": compile_, "load": load, "dry": dry}
+    read = Plan.model_validate_json(plan.read_bytes())
+    found = functions[verb](trainload.open(package), read, out)
+    (out / f"{verb}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`make gpu-compile`: compile packages for a GPU that this machine does not have, and check what is
+compiled.
+
+    python -m tests.gpu_compile.run [--device h100] [--cases demo,gpt2,llama]
+
+Needs torch's build for CUDA; no GPU. Writes benchmarks/results/gpu-compile.json. The exit status is
+1 if a check fails. Numbers, speed and several ranks are not proven by this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tests.gpu_compile.jobs import CASES, ROOT
+
+from trainload.launching.described.described_gpu import MODE, described, environment_with
+from trainload.sharding.planner.device import DeviceProfile
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu-compile.json"
+_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the children of a plan work.
+
+    Attributes:
+        gpu: the described GPU.
+        package: the package.
+        plan: file of the plan.
+        out: folder of what the children write.
+        cache: cache of the library that describes the GPU.
+    """
+
+    gpu: DeviceProfile
+    package: Path
+    plan: Path
+    out: Path
+    cache: Path
+
+    def child(self, verb: str, *, dry: bool = False) -> dict[str, Any]:
+        """Run a child, and return what it found."""
+        environment = {
+            **environment_with(self.gpu, self.cache),
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.out / "inductor"),
+            **({MODE: "dry"} if dry else {}),
+        }
+        command = [sys.executable, "-m", "tests.gpu_compile.child", verb]
+        paths = map(str, (self.package, self.plan, self.out))
+        subprocess.run([*command, *paths], cwd=ROOT, env=environment, check=True, timeout=_SECONDS)
+        found: dict[str, Any] = json.loads((self.out / f"{verb}.json").read_bytes())
+        return found
+
+
+def wrong(gpu: DeviceProfile, found: dict[str, Any]) -> list[str]:
+    """Return what is wrong with what was compiled."""
+    assert gpu.architecture is not None
+    expected = f"sm_{gpu.architecture.capability.replace('.', '')}"
+    made, loaded = found["compile"], found["load"]
+    problems = [f"{name} was not compiled: {why}" for name, why in made["failed"].items()]
+    problems += made["elsewhere"]
+    if set(made["architectures"]) != {expected}:
+        problems.append(f"kernels are for {made['architectures']}, not {expected}")
+    problems += [
+        f"{name}: products {made['products'][name]}, on a CPU {products}"
+        for name, products in made["products_on_cpu"].items()
+        if products != made["products"][name]
+    ]
+    problems += [
+        f"{name}: the order of collectives is {code}, not {made['planned'][name]}"
+        for name, code in made["written"].items()
+        if code != made["planned"][name]
+    ]
+    problems += [
+        f"{name} has {number} configurations"
+        for name, number in made["configurations_of_reductions"].items()
+    ]
+    if loaded["compiled"]:
+        problems.append(f"loading compiled: {loaded['compiled']}")
+    if "dry" in found and found["dry"]["step"]["waits"] > 1:
+        problems.append(f"the host waits {found['dry']['step']['waits']} times in a step")
+    return problems
+
+
+def examined(gpu: DeviceProfile, name: str, scratch: Path) -> dict[str, Any]:
+    """Freeze the job of a case, compile it under each of its plans, and return what was found."""
+    folder = scratch / name
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.gpu_compile.jobs", name, str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=_SECONDS)
+    found: dict[str, Any] = {}
+    for plan in CASES[name].plans:
+        out = folder / plan
+        out.mkdir()
+        place = Place(gpu, folder / "package.tl", folder / f"{plan}.json", out, scratch / "cache")
+        verbs: dict[str, Any] = {"compile": place.child("compile"), "load": place.child("load")}
+        if CASES[name].runs and "pipeline" not in plan:
+            verbs["dry"] = place.child("dry", dry=True)
+        verbs["wrong"] = wrong(gpu, verbs)
+        found[plan] = verbs
+        for problem in verbs["wrong"]:
+            print(f"{name}, {plan}: {problem}", flush=True)
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    """Return a table of what was found."""
+    columns = (
+        *("job, plan", "kernels", "compile s", "load s", "launches a step", "host waits"),
+        *("copies to, from the GPU", "casts", "wrong"),
+    )
+    shown = Table(*columns)
+    for name, plans in found.items():
+        for plan, verbs in plans.items():
+            made, step = verbs["compile"], verbs.get("dry", {}).get("step")
+            spent = sum(s for stage, s in made["seconds"].items() if stage.startswith("compile"))
+            copies = f"{step['copies_to_gpu']}, {step['copies_from_gpu']}" if step else "-"
+            shown.add_row(
+                f"{name}, {plan}",
+                str(made["kernels"]),
+                f"{spent:.0f}",
+                f"{verbs['load']['seconds']:.1f}",
+                str(step["launches"]) if step else "-",
+                str(step["waits"]) if step else "-",
+                copies,
+                str(sum(made["casts"].values())),
+                str(len(verbs["wrong"])),
+            )
+    return shown
+
+
+def main() -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="h100")
+    parser.add_argument("--cases", default=",".join(CASES))
+    arguments = parser.parse_args()
+    gpu = described(arguments.device)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = {name: examined(gpu, name, Path(scratch)) for name in arguments.cases.split(",")}
+    Console().print(table(found))
+    RESULTS.write_text(
+        json.dumps({"device": gpu.name, "torch": torch.__version__, "cases": found}, indent=1)
+    )
+    return any(verbs["wrong"] for plans in found.values() for verbs in plans.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The order of collectives and waits, in a graph and in the code that Inductor writes for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from trainload.capture.operators import is_collective
+
+_CALL = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(\w+?)(?:_out)?\.default\((\w*)")
+_IN_PLACE = re.compile(r"torch\.ops\._c10d_functional\.(all_reduce)_\.default\((buf\d+)")
+_WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+def collectives_of_graph(module: GraphModule) -> list[str]:
+    """Return the collectives of a graph and the waits for them, numbered as they begin."""
+    numbers: dict[object, int] = {}
+    done: list[str] = []
+    for node in module.graph.nodes:
+        if node.target is _wait:
+            done.append(f"wait {numbers[node.args[0]]}")
+        elif is_collective(node):
+            numbers[node] = len(numbers)
+            done.append(f"{node.target.overloadpacket.__name__.rstrip('_')} {numbers[node]}")
+    return done
+
+
+def collectives_of_code(codes: Sequence[str]) -> list[str]:
+    """Return the same of the code with collectives among those that were written for a graph."""
+    (code,) = [each for each in codes if "_c10d_functional.wait_tensor" in each]
+    numbers: dict[str, int] = {}
+    done: list[str] = []
+    for line in code[code.index("def call(") :].splitlines():
+        if found := _WAIT.search(line):
+            if found[1] in numbers:
+                done.append(f"wait {numbers[found[1]]}")
+        elif found := _IN_PLACE.search(line):
+            numbers[found[2]] = len(set(numbers.values()))
+            done.append(f"all_reduce {numbers[found[2]]}")
+        elif found := _CALL.search(line):
+            numbers[found[1]] = len(set(numbers.values()))
+            done.append(f"{found[2].rstrip('_')} {numbers[found[1]]}")
+    return done
