@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from measure import see_example
@@ -117,6 +117,11 @@ def demo() -> trainload.Job:
 def gpt2() -> trainload.Job:
     """Build GPT-2 with 124M parameters, entirely in bfloat16."""
     return _job(CASES["gpt2"])
+
+
+def gpt2_large_batch() -> trainload.Job:
+    """Build GPT-2 with 64 rows in an update: more than 2**31 logits, if one device has them all."""
+    return _job(replace(CASES["gpt2"], rows=64))
 
 
 def tiny() -> trainload.Job:

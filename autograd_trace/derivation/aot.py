@@ -50,7 +50,7 @@ from trainload.autograd_trace.derivation.step_module import (
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.autograd_trace.randomness.draws import is_random
 from trainload.autograd_trace.recompute.rematerialisation import Regions, recompute, regions_of
-from trainload.capture.job.ambient import neutrally, one_at_a_time
+from trainload.capture.job.ambient import deterministic_attention, neutrally, one_at_a_time
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.watching.higher_order import differentiates, has_checkpoints
@@ -140,6 +140,7 @@ def derive(
             )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
+        stack.enter_context(deterministic_attention())
         with preserve_node_meta(sources):
             traced = (
                 _trace_functional(module, mode, inputs)

@@ -36,6 +36,7 @@ from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import StorageError
 from trainload.core.paths import empty_folder, link_or_copy
+from trainload.launching.node.attention import require_deterministic_attention
 from trainload.launching.node.build_key import (
     build_name,
     build_target,
@@ -409,6 +410,9 @@ def _make_graphs(
     began = time.perf_counter()
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
     graphs = rank_graphs(package, plan, local, package.updates(), device, pipeline_index)
+    if device.type == "cuda":
+        for module in _modules(graphs).values():
+            require_deterministic_attention(module)
     on_stage("shard", time.perf_counter() - began)
     rows = plan.rows_per_call
     sizes = tuple(

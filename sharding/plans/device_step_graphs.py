@@ -23,14 +23,12 @@ def derived_key(graph: str, device: torch.device) -> str:
     """Return the name under which a package stores the step graph of one of its graphs, for a kind
     of device and this torch version.
 
-    For GPUs torch chooses the operators of attention by the architecture, and by whether they must
-    be deterministic.
+    For GPUs torch chooses the operators of attention by the architecture.
     """
     kind = device.type
     if kind == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        kind += f"-{major}.{minor}{'-deterministic' if is_deterministic else ''}"
+        kind += f"-{major}.{minor}"
     return f"{graph}-{kind}-torch{torch.__version__}-{DERIVATION}"
 
 

@@ -31,12 +31,14 @@ class PlanOptions:
         nodes: number of nodes.
         devices: number of GPUs of each.
         options: other arguments of `trainload.plan`.
+        wide: True if some tensors of a call have more than 2**31 elements.
     """
 
     strategy: str
     nodes: int = NODES
     devices: int = DEVICES
     options: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,13 @@ CASES = {
         runs=True,
     ),
     "gpt2": Case("benchmarks", "gpu_jobs", "gpt2", {"zero3x16": PlanOptions("zero3")}, runs=True),
+    "gpt2, 64 rows": Case(
+        "benchmarks",
+        "gpu_jobs",
+        "gpt2_large_batch",
+        {"single": PlanOptions("single", 1, 1, wide=True)},
+        runs=False,
+    ),
     "llama": Case(
         "benchmarks",
         "llama8b",

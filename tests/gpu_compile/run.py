@@ -63,8 +63,14 @@ class Place:
         return found
 
 
-def wrong(gpu: DeviceProfile, found: dict[str, Any]) -> list[str]:
-    """Return what is wrong with what was compiled."""
+def wrong(gpu: DeviceProfile, found: dict[str, Any], *, wide: bool) -> list[str]:
+    """Return what is wrong with what was compiled.
+
+    Args:
+        gpu: the described GPU.
+        found: what the children have found.
+        wide: True if some tensors need 64-bit indices.
+    """
     assert gpu.architecture is not None
     expected = f"sm_{gpu.architecture.capability.replace('.', '')}"
     made, loaded = found["compile"], found["load"]
@@ -86,6 +92,14 @@ def wrong(gpu: DeviceProfile, found: dict[str, Any]) -> list[str]:
         f"{name} has {number} configurations"
         for name, number in made["configurations_of_reductions"].items()
     ]
+    problems += [
+        f"{name}: {operator} is not deterministic"
+        for name, operators in made["attention"].items()
+        for operator in operators
+        if "cudnn" in operator or ("backward" in operator and not operator.startswith("trainload"))
+    ]
+    if wide and not made["wide"].get("train.only"):
+        problems.append("no kernel indexes in 64 bits, although a tensor needs that")
     if loaded["compiled"]:
         problems.append(f"loading compiled: {loaded['compiled']}")
     if "dry" in found and found["dry"]["step"]["waits"] > 1:
@@ -100,14 +114,14 @@ def examined(gpu: DeviceProfile, name: str, scratch: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.gpu_compile.jobs", name, str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=_SECONDS)
     found: dict[str, Any] = {}
-    for plan in CASES[name].plans:
+    for plan, wanted in CASES[name].plans.items():
         out = folder / plan
         out.mkdir()
         place = Place(gpu, folder / "package.tl", folder / f"{plan}.json", out, scratch / "cache")
         verbs: dict[str, Any] = {"compile": place.child("compile"), "load": place.child("load")}
         if CASES[name].runs and "pipeline" not in plan:
             verbs["dry"] = place.child("dry", dry=True)
-        verbs["wrong"] = wrong(gpu, verbs)
+        verbs["wrong"] = wrong(gpu, verbs, wide=wanted.wide)
         found[plan] = verbs
         for problem in verbs["wrong"]:
             print(f"{name}, {plan}: {problem}", flush=True)

@@ -10,9 +10,10 @@ from torch.fx import GraphModule
 
 from trainload.capture.operators import is_collective
 
-_CALL = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(\w+?)(?:_out)?\.default\((\w*)")
-_IN_PLACE = re.compile(r"torch\.ops\._c10d_functional\.(all_reduce)_\.default\((buf\d+)")
-_WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
+_VALUE = r"(?:reinterpret_tensor\()?(\w+)"
+_CALL = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(\w+?)(?:_out)?\.default\(")
+_IN_PLACE = re.compile(rf"torch\.ops\._c10d_functional\.(all_reduce)_\.default\({_VALUE}")
+_WAIT = re.compile(rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({_VALUE}")
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -32,16 +33,16 @@ def collectives_of_graph(module: GraphModule) -> list[str]:
 def collectives_of_code(codes: Sequence[str]) -> list[str]:
     """Return the same of the code with collectives among those that were written for a graph."""
     (code,) = [each for each in codes if "_c10d_functional.wait_tensor" in each]
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # variable -> number of the collective that wrote it last
+    begun = 0
     done: list[str] = []
     for line in code[code.index("def call(") :].splitlines():
-        if found := _WAIT.search(line):
-            if found[1] in numbers:
-                done.append(f"wait {numbers[found[1]]}")
+        if (found := _WAIT.search(line)) and found[1] in numbers:
+            done.append(f"wait {numbers[found[1]]}")
         elif found := _IN_PLACE.search(line):
-            numbers[found[2]] = len(set(numbers.values()))
+            numbers[found[2]], begun = begun, begun + 1
             done.append(f"all_reduce {numbers[found[2]]}")
         elif found := _CALL.search(line):
-            numbers[found[1]] = len(set(numbers.values()))
+            numbers[found[1]], begun = begun, begun + 1
             done.append(f"{found[2].rstrip('_')} {numbers[found[1]]}")
     return done

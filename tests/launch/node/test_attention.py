@@ -1,0 +1,68 @@
+"""Gradients of attention on GPUs are computed by deterministic algorithms, which nothing else has
+to have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from trainload.capture.job.ambient import deterministic_attention
+from trainload.launching.node.attention import _requiring, require_deterministic_attention
+from trainload.launching.node.determinism import deterministic
+
+GRADIENTS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+)
+
+
+def required() -> bool:
+    """Return True if an operator without a deterministic algorithm would fail."""
+    preferred = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not preferred
+
+
+def test_deterministic_algorithms_are_required_of_the_operator_alone() -> None:
+    with deterministic():
+        assert (_requiring(required)(), required()) == (True, False)
+
+
+def test_they_are_not_required_after_an_error() -> None:
+    def fail() -> None:
+        raise ValueError("out of memory")
+
+    with deterministic(), pytest.raises(ValueError, match="out of memory"):
+        _requiring(fail)()
+    assert not required()
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+def test_a_gradient_is_replaced_by_an_operator_of_the_same_schema(
+    gradient: Any,
+) -> None:
+    graph = Graph()
+    inputs = [graph.placeholder(argument.name) for argument in gradient._schema.arguments]
+    graph.output(graph.call_function(gradient, tuple(inputs)))
+    module = GraphModule({}, graph)
+    assert require_deterministic_attention(module) == 1
+    (node,) = [each for each in module.graph.nodes if each.op == "call_function"]
+    assert node.target.namespace == "trainload"
+    assert str(node.target._schema).partition("(")[2] == str(gradient._schema).partition("(")[2]
+
+
+def test_graphs_without_attention_stay_as_they_are() -> None:
+    graph = Graph()
+    graph.output(graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)))
+    assert require_deterministic_attention(GraphModule({}, graph)) == 0
+
+
+def test_graphs_are_derived_without_attention_of_cudnn() -> None:
+    attention: Any = torch.backends.cuda
+    before = attention.cudnn_sdp_enabled()
+    with deterministic_attention():
+        assert not attention.cudnn_sdp_enabled()
+    assert attention.cudnn_sdp_enabled() is before
