@@ -19,7 +19,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze fresh-start grid kills kuberay gpu memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze fresh-start grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -132,6 +132,18 @@ kills: env
 gpu: env
 	$(BIN)/python -m pytest tests/launch/node/test_gpu.py
 	$(BIN)/python benchmarks/gpu.py
+
+# torch's build for CUDA takes 5.5 GB; it needs no GPU.
+GPU := .gpu/bin/python
+gpu-compile: .gpu/.stamp
+	OMP_NUM_THREADS=1 $(GPU) -m tests.gpu_compile.run
+
+.gpu/.stamp: constraints.txt
+	$(PYTHON) -m venv .gpu
+	grep -v -E '^(torch|setuptools)==' constraints.txt > .gpu/constraints.txt && echo torch==2.14.1 >> .gpu/constraints.txt
+	PIP_CONSTRAINT= $(GPU) -m pip install --quiet -c .gpu/constraints.txt --upgrade setuptools wheel
+	PIP_CONSTRAINT= $(GPU) -m pip install --quiet -c .gpu/constraints.txt --no-build-isolation -e . pytest
+	touch $@
 
 parity: env
 	$(BIN)/python benchmarks/parity.py

@@ -178,7 +178,20 @@ def _compile(
     except OSError:
         raise
     except Exception as error:  # Inductor's passes, lowerings and generated code may raise anything
-        raise NotCompiled(raised(error)) from error
+        raise NotCompiled(_reason(error)) from error
+
+
+_ERROR = re.compile(r"^\w*(?:Error|Exception)\b.*", re.MULTILINE)
+"""Line of an error in a traceback."""
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line. That of a compiler's process has its traceback in the next ones,
+    whose last error is the cause.
+    """
+    reason = raised(error)
+    causes = _ERROR.findall(str(error)) if reason.endswith(":") else []
+    return f"{reason} {causes[-1]}" if causes else reason
 
 
 _REORDERING = (

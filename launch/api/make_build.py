@@ -13,7 +13,12 @@ from trainload.core.errors import CompileError, RequestError
 from trainload.launching.api.compare_build import compare_alone
 from trainload.launching.described.described_build import build_in_child
 from trainload.launching.described.described_gpu import described, is_this_machines
-from trainload.launching.described.write_build import Stages, compiled_parts, write_parts
+from trainload.launching.described.write_build import (
+    Stages,
+    compiled_parts,
+    failed_graphs,
+    write_parts,
+)
 from trainload.launching.node.build import can_compile
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.graph_comparison import Comparison
@@ -115,7 +120,8 @@ def build(
         )
     gpu = _described(plan, device)
     if gpu is not None:
-        return report_of(path, build_in_child(package, plan, path, gpu, on_stage), ())
+        seconds = build_in_child(package, plan, path, gpu, on_stage)
+        return report_of(path, seconds, failed_graphs(path))
     if plan.cluster.device != "cpu" and not torch.cuda.is_available():
         raise RequestError(
             "this machine has no GPU",
@@ -156,7 +162,7 @@ def _described(plan: Plan, device: str | None) -> DeviceProfile | None:
 
 
 def report_of(
-    path: Path, seconds: Mapping[str, float], interpreted: Sequence[Comparison]
+    path: Path, seconds: Mapping[str, float], interpreted: Sequence[Comparison | str]
 ) -> BuildReport:
     """Return the report of the build that was written to `path`."""
     record, _ = read_build(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from trainload.launching.node.build_key import build_target, device_of, threads_
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.graph_comparison import read_comparison
 from trainload.packaging.builds.build_folder import file_entries, write_build
-from trainload.packaging.builds.build_record import BuildRecord
+from trainload.packaging.builds.build_record import INDEX_FILE, BuildRecord
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
@@ -96,6 +97,15 @@ def write_parts(
         created=now(),
     )
     write_build(path, record, parts)
+
+
+def failed_graphs(path: Path) -> list[str]:
+    """Describe the graphs of a build's folder that could not be compiled and run interpreted."""
+    return [
+        f"graph {name} cannot be compiled: {reason}"
+        for index in sorted(path.glob(f"*/{INDEX_FILE}"))
+        for name, reason in json.loads(index.read_bytes())["failed"].items()
+    ]
 
 
 def _threads(plan: Plan, threads: int | None) -> int:

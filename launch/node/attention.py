@@ -41,6 +41,11 @@ def require_deterministic_attention(module: GraphModule) -> int:
     return replaced
 
 
+def define_operators() -> None:
+    """Define the operators that replace others, for graphs that were compiled elsewhere."""
+    _replacements()
+
+
 @functools.cache
 def _replacements() -> dict[Any, Any]:
     """Return operator -> the one that replaces it. They are defined at the first call."""

@@ -36,7 +36,7 @@ from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import StorageError
 from trainload.core.paths import empty_folder, link_or_copy
-from trainload.launching.node.attention import require_deterministic_attention
+from trainload.launching.node.attention import define_operators, require_deterministic_attention
 from trainload.launching.node.build_key import (
     build_name,
     build_target,
@@ -68,7 +68,6 @@ from trainload.sharding.rewriting.rank_graphs import (
 )
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-
 
 Source = Callable[[str, Path], bool]
 """Function that fills an empty folder with the build of a name (`build_name`) from elsewhere.
@@ -288,6 +287,8 @@ def load_build(folder: Path, package: Package, plan: Plan, cache_dir: Path) -> B
     """Load a build that `compile_build` made in the same cache."""
     index = json.loads((folder / INDEX_FILE).read_bytes())
     use_inductor_cache(cache_dir)
+    if plan.cluster.device == "cuda":
+        define_operators()
 
     failed: dict[str, str] = index["failed"]
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.packaging.signers import Signers
 
 import trainload
-from trainload.core.errors import StorageError
+from trainload.core.errors import (
+    IntegrityError,
+    PlanError,
+    PolicyError,
+    RequestError,
+    StorageError,
+)
 from trainload.launching.api.make_build import BuildReport
+from trainload.packaging.builds.build_folder import (
+    copy_parts,
+    file_entries,
+    read_build,
+    write_build,
+)
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 from trainload.sharding.plans.strategies import Strategy
@@ -114,3 +128,90 @@ def test_a_path_that_exists_is_refused_at_once(
     with pytest.raises(StorageError, match="exists already"):
         trainload.build(tiny, plan, tmp_path)
     assert compiled == []
+
+
+def for_gpus(package: Package) -> Plan:
+    return trainload.plan(package, trainload.Cluster(device="cuda"), "single")
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        (None, RequestError, "this machine has no GPU"),
+        ("cpu", RequestError, "devices of another kind"),
+        ("mi300x", RequestError, "does not say what graphs are compiled for"),
+        ("h1000", PlanError, "there is no such device"),
+        pytest.param(
+            "h100",
+            RequestError,
+            "torch's build for CUDA",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch with CUDA"),
+        ),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_cannot_be_compiled_for_is_refused(
+    tiny: Package, tmp_path: Path, device: str | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        trainload.build(tiny, for_gpus(tiny), tmp_path / "tiny.build", device=device)
+
+
+def test_a_plan_for_cpus_is_not_built_for_a_gpu(tiny: Package, tmp_path: Path) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    with pytest.raises(RequestError, match="devices of another kind"):
+        trainload.build(tiny, plan, tmp_path / "tiny.build", device="h100")
+
+
+@pytest.fixture(scope="module")
+def unverified(
+    published: Published, tiny: Package, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Build of the tiny package without comparisons, as a machine without the device makes it."""
+    folder = tmp_path_factory.mktemp("unverified")
+    record, _ = read_build(published.report.path)
+    parts = copy_parts(published.report.path, record, folder / "parts")
+    for part in parts.values():
+        shutil.rmtree(part / "verified")
+    without = record.model_copy(
+        update={"unverified": record.compiled, "files": file_entries(parts)}
+    )
+    write_build(folder / "tiny.build", without, parts)
+    return folder / "tiny.build"
+
+
+def test_a_build_is_verified_without_compiling(
+    unverified: Path, published: Published, tiny: Package, tmp_path: Path, compiled: list[str]
+) -> None:
+    report = trainload.verify_build(unverified, tiny, published.plan, tmp_path / "verified.build")
+    assert (report.unverified, report.graphs, compiled) == ((), 3, [])
+
+
+def test_a_build_for_another_plan_is_not_verified(
+    unverified: Path, tiny: Package, tmp_path: Path
+) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(devices_per_node=2), "zero3")
+    with pytest.raises(RequestError, match="not for this package, plan and machine"):
+        trainload.verify_build(unverified, tiny, plan, tmp_path / "verified.build")
+
+
+def test_a_damaged_build_is_not_loaded_to_verify_it(
+    unverified: Path, published: Published, tiny: Package, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(unverified, tmp_path / "damaged.build")
+    with (damaged / "0" / "train.only.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(IntegrityError, match="damaged"):
+        trainload.verify_build(damaged, tiny, published.plan, tmp_path / "verified.build")
+
+
+def test_a_build_of_a_maker_without_trust_is_not_loaded_to_verify_it(
+    unverified: Path,
+    published: Published,
+    tiny: Package,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRAINLOAD_POLICY", str(published.policy))
+    with pytest.raises(PolicyError, match="does not trust the build's maker"):
+        trainload.verify_build(unverified, tiny, published.plan, tmp_path / "verified.build")
