@@ -91,7 +91,12 @@ def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) ->
 @one_at_a_time
 @neutrally
 def derive(
-    program: Program, graph: str, device: torch.device, *, sources: bool = False
+    program: Program,
+    graph: str,
+    device: torch.device,
+    *,
+    sources: bool = False,
+    is_deterministic: bool = True,
 ) -> StepGraph:
     """Derive the flat step graph of one captured graph for a device.
 
@@ -104,6 +109,7 @@ def derive(
         device: where the graph will run. "cuda" needs a GPU on this machine (torch aborts
             otherwise).
         sources: True to copy the captured nodes' stack traces to their nodes, which takes longer.
+        is_deterministic: False to allow operators whose gradients differ from call to call.
 
     Raises:
         CaptureError: the graph draws random numbers without a stateless form, or writes to a tensor
@@ -140,7 +146,8 @@ def derive(
             )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
-        stack.enter_context(deterministic_attention())
+        if is_deterministic:
+            stack.enter_context(deterministic_attention())
         with preserve_node_meta(sources):
             traced = (
                 _trace_functional(module, mode, inputs)

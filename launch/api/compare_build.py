@@ -38,6 +38,8 @@ def compare_alone(
     folder: Path,
     cache_dir: Path,
     tell: Callable[[Comparison], None] = lambda _: None,
+    *,
+    is_deterministic: bool = True,
 ) -> None:
     """Call every graph of a build, as rank 0 whose other ranks have the same data, on rows
     made from the package's quantiles. The comparisons are stored in the build's folder.
@@ -51,6 +53,7 @@ def compare_alone(
         folder: folder of the build in the node's cache.
         cache_dir: the node's cache.
         tell: called with the comparison of every graph that will run interpreted.
+        is_deterministic: True if every call of the graphs must give the same bits.
 
     Raises:
         DataError: the package does not record the range of values of an input.
@@ -59,7 +62,8 @@ def compare_alone(
         return
     device, groups = device_of(plan), plan.groups()
     has_peers = plan.world_size > 1
-    with deterministic(), alone_of(0, plan.world_size) if has_peers else nullcontext():
+    alone = alone_of(0, plan.world_size) if has_peers else nullcontext()
+    with deterministic(is_deterministic), alone:
         built = load_build(folder, package, plan, cache_dir)
         verifier = Verifier(package, plan, 0, device, folder, None, tell=tell)
         built = verifier.verified(built)

@@ -291,7 +291,11 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
         simulate(run.package, plan)
         seconds["simulate"] = time.perf_counter() - began
         already = plan.cluster.device == "cpu" and is_compiled(
-            run.package, plan, default_cache_dir(), evaluates=spec.evaluates
+            run.package,
+            plan,
+            default_cache_dir(),
+            evaluates=spec.evaluates,
+            is_deterministic=spec.deterministic,
         )
         trial = _run_trial(spec, request.backend, request.address)
         if trial is not None:

@@ -68,6 +68,7 @@ def build(
     *,
     threads: int | None = None,
     device: str | None = None,
+    deterministic: bool = True,
     on_stage: Callable[[str, float], None] = lambda *_: None,
 ) -> BuildReport:
     """Compile a package's graphs under a plan, compare them with the interpreted graphs, and write
@@ -89,6 +90,7 @@ def build(
             of a worker in this machine's cores.
         device: "cpu", or a GPU of `trainload plan --device`, such as "h100", which this machine
             need not have. None: this machine's device of the plan's kind.
+        deterministic: value of the setting `deterministic` of the runs.
         on_stage: called with (part, seconds) when each part is done.
 
     Raises:
@@ -120,7 +122,7 @@ def build(
         )
     gpu = _described(plan, device)
     if gpu is not None:
-        seconds = build_in_child(package, plan, path, gpu, on_stage)
+        seconds = build_in_child(package, plan, path, gpu, on_stage, is_deterministic=deterministic)
         return report_of(path, seconds, failed_graphs(path))
     if plan.cluster.device != "cpu" and not torch.cuda.is_available():
         raise RequestError(
@@ -130,11 +132,18 @@ def build(
         )
     interpreted: list[Comparison] = []
     stages = Stages(on_stage)
-    parts = compiled_parts(package, plan, threads, stages)
+    parts = compiled_parts(package, plan, threads, stages, is_deterministic=deterministic)
     for folder in parts.values():
         with stages.timed("compare"):
-            compare_alone(package, plan, folder, default_cache_dir(), interpreted.append)
-    write_parts(path, package, plan, parts, threads)
+            compare_alone(
+                package,
+                plan,
+                folder,
+                default_cache_dir(),
+                interpreted.append,
+                is_deterministic=deterministic,
+            )
+    write_parts(path, package, plan, parts, threads, is_deterministic=deterministic)
     return report_of(path, stages.seconds, interpreted)
 
 

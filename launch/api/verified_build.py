@@ -32,6 +32,7 @@ def verify_build(
     plan: Plan,
     path: str | Path,
     *,
+    deterministic: bool = True,
     on_stage: Callable[[str, float], None] = lambda *_: None,
 ) -> BuildReport:
     """Compare the graphs of a build with the interpreted ones on this machine, and write it again
@@ -45,6 +46,7 @@ def verify_build(
         package: the package, or a release with the same program.
         plan: the plan for which the build was made.
         path: folder to write.
+        deterministic: value of the setting `deterministic` with which it was made.
         on_stage: called with (part, seconds) when each part is done.
 
     Raises:
@@ -70,7 +72,8 @@ def verify_build(
     record, digest = check_build(build)
     threads = _threads(record)
     with using_threads(threads) if threads is not None else nullcontext():
-        _check_fits(build, record, build_target(package, plan, device_of(plan)))
+        target = build_target(package, plan, device_of(plan), is_deterministic=deterministic)
+    _check_fits(build, record, target)
     policies = find_policies()
     if allows_builds(policies):
         check_maker(build, record, digest, policies)
@@ -80,8 +83,15 @@ def verify_build(
         parts = copy_parts(build, record, Path(scratch))
         for folder in parts.values():
             with stages.timed("compare"):
-                compare_alone(package, plan, folder, default_cache_dir(), interpreted.append)
-        write_parts(path, package, plan, parts, threads)
+                compare_alone(
+                    package,
+                    plan,
+                    folder,
+                    default_cache_dir(),
+                    interpreted.append,
+                    is_deterministic=deterministic,
+                )
+        write_parts(path, package, plan, parts, threads, is_deterministic=deterministic)
     return report_of(path, stages.seconds, interpreted)
 
 

@@ -33,6 +33,8 @@ def build_in_child(
     path: Path,
     gpu: DeviceProfile,
     on_stage: Callable[[str, float], None],
+    *,
+    is_deterministic: bool,
 ) -> dict[str, float]:
     """Write a build for a described GPU. Its graphs are unverified.
 
@@ -42,6 +44,7 @@ def build_in_child(
         path: a folder that does not exist.
         gpu: the GPU; its profile has an architecture.
         on_stage: called with (part, seconds) when each part is done.
+        is_deterministic: True if every call of the graphs must give the same bits.
 
     Returns:
         Part -> seconds.
@@ -72,7 +75,12 @@ def build_in_child(
         )
         with process:
             assert process.stdin is not None and process.stdout is not None
-            request = (str(package.path), plan.model_dump_json(), str(path.absolute()))
+            request = (
+                str(package.path),
+                plan.model_dump_json(),
+                str(path.absolute()),
+                is_deterministic,
+            )
             process.stdin.write(pickle.dumps(request))
             process.stdin.close()
             _receive(process.stdout, stages)
@@ -103,7 +111,7 @@ def _receive(messages: BinaryIO | object, stages: Stages) -> None:
 def _main() -> None:
     """Handle the request of the parent."""
     end_with_parent()
-    path, plan, out = pickle.load(sys.stdin.buffer)
+    path, plan, out, is_deterministic = pickle.load(sys.stdin.buffer)
 
     def tell(*message: object) -> None:
         sys.stdout.buffer.write(pickle.dumps(message))
@@ -112,8 +120,14 @@ def _main() -> None:
     try:
         package, read = open_package(Path(path)), Plan.model_validate_json(plan)
         with computing_nothing():
-            parts = compiled_parts(package, read, None, lambda *said: tell(_STAGE, *said))
-        write_parts(Path(out), package, read, parts, None)
+            parts = compiled_parts(
+                package,
+                read,
+                None,
+                lambda *said: tell(_STAGE, *said),
+                is_deterministic=is_deterministic,
+            )
+        write_parts(Path(out), package, read, parts, None, is_deterministic=is_deterministic)
     except TrainloadError as error:
         tell(_ERROR, error)
 

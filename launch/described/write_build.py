@@ -48,7 +48,12 @@ class Stages:
 
 
 def compiled_parts(
-    package: Package, plan: Plan, threads: int | None, on_stage: Callable[[str, float], None]
+    package: Package,
+    plan: Plan,
+    threads: int | None,
+    on_stage: Callable[[str, float], None],
+    *,
+    is_deterministic: bool = True,
 ) -> dict[int, Path]:
     """Compile the graphs of a package under a plan, unless this machine's cache has them.
 
@@ -57,6 +62,7 @@ def compiled_parts(
         plan: plan of the runs.
         threads: number of threads of a worker; None: its share of this machine's cores.
         on_stage: called with (part, seconds) when each part is done.
+        is_deterministic: True if every call of the graphs must give the same bits.
 
     Returns:
         Index on the pipeline axis -> folder in the cache.
@@ -64,13 +70,21 @@ def compiled_parts(
     cache, device = default_cache_dir(), device_of(plan)
     with using_threads(_threads(plan, threads)):
         return {
-            index: compile_build(package, plan, device, cache, on_stage, index)
+            index: compile_build(
+                package, plan, device, cache, on_stage, index, is_deterministic=is_deterministic
+            )
             for index in range(plan.pipeline_ranks)
         }
 
 
 def write_parts(
-    path: Path, package: Package, plan: Plan, parts: Mapping[int, Path], threads: int | None
+    path: Path,
+    package: Package,
+    plan: Plan,
+    parts: Mapping[int, Path],
+    threads: int | None,
+    *,
+    is_deterministic: bool = True,
 ) -> None:
     """Write compiled graphs as a build; those without a comparison are unverified.
 
@@ -80,12 +94,13 @@ def write_parts(
         plan: as for `compiled_parts`.
         parts: result of `compiled_parts`.
         threads: as for `compiled_parts`.
+        is_deterministic: as for `compiled_parts`.
 
     Raises:
         StorageError: `path` is taken, or the disk is full.
     """
     with using_threads(_threads(plan, threads)):
-        target = build_target(package, plan, device_of(plan))
+        target = build_target(package, plan, device_of(plan), is_deterministic=is_deterministic)
     compiled = [(folder, name) for folder in parts.values() for name in compiled_graphs(folder)]
     unverified = {name for folder, name in compiled if read_comparison(folder, name) is None}
     record = BuildRecord(

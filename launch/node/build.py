@@ -4,18 +4,16 @@ loaded by every rank.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import filelock
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -32,9 +30,7 @@ from trainload.autograd_trace.compiling.inductor import (
 from trainload.autograd_trace.compiling.kernels import KERNELS
 from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.outlining.outline import OutlinedRegion
-from trainload.core.atomic import new_folder, remove_temporaries
 from trainload.core.canonical_json import canonical_json, sha256_file
-from trainload.core.errors import StorageError
 from trainload.core.paths import empty_folder, link_or_copy
 from trainload.launching.node.attention import define_operators, require_deterministic_attention
 from trainload.launching.node.build_key import (
@@ -44,7 +40,14 @@ from trainload.launching.node.build_key import (
     threads_of,
 )
 from trainload.launching.node.built_graphs import Built, BuiltGraph, BuiltStages, Call, Crossing
-from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
+from trainload.launching.node.cache import private_folder
+from trainload.launching.node.cached_builds import (
+    add_build,
+    fetched_of,
+    is_kept,
+    is_whole,
+    no_room_told,
+)
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
 from trainload.launching.node.side_by_side import side_by_side
@@ -66,8 +69,6 @@ from trainload.sharding.rewriting.rank_graphs import (
     update_name,
     update_owners,
 )
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
 Source = Callable[[str, Path], bool]
 """Function that fills an empty folder with the build of a name (`build_name`) from elsewhere.
@@ -101,18 +102,32 @@ class OtherBuilds(Protocol):
         """Yield builds for a target, of the ranks with an index on the pipeline axis."""
 
 
-def is_compiled(package: Package, plan: Plan, cache_dir: Path, *, evaluates: bool) -> bool:
+def is_compiled(
+    package: Package,
+    plan: Plan,
+    cache_dir: Path,
+    *,
+    evaluates: bool,
+    is_deterministic: bool = True,
+) -> bool:
     """Return True if this node's cache holds a build for a run on CPUs.
 
     A build with evaluation graphs always counts, one without them only if `evaluates` is False.
     """
     threads = threads_of(min(plan.world_size, plan.cluster.devices_per_node))
-    targets = _targets(package, plan, device_of(plan), evaluates=evaluates, threads=threads)
+    targets = _targets(
+        package,
+        plan,
+        device_of(plan),
+        evaluates=evaluates,
+        threads=threads,
+        is_deterministic=is_deterministic,
+    )
     root = cache_dir / "compiled"
     return any(
         folder.is_dir()
         for each in targets
-        for folder in (root / build_name(each, 0), *_fetched(root, build_name(each, 0)))
+        for folder in (root / build_name(each, 0), *fetched_of(root, build_name(each, 0)))
     )
 
 
@@ -125,6 +140,7 @@ def compile_build(
     pipeline_index: int = 0,
     *,
     evaluates: bool = True,
+    is_deterministic: bool = True,
     processes: int = 1,
     others: OtherBuilds | None = None,
     share: Source | None = None,
@@ -143,6 +159,7 @@ def compile_build(
         on_stage: called with (stage, seconds) when each part is done.
         pipeline_index: index, on the pipeline axis, of the ranks that call the build.
         evaluates: True if the run has held-out data.
+        is_deterministic: True if every call of the graphs must give the same bits.
         processes: number of forked processes that compile graphs at a time; 1: this process
             compiles them. See `side_by_side` for who may fork.
         others: builds that were made elsewhere.
@@ -156,31 +173,36 @@ def compile_build(
         ChildEnded: a process that compiles a graph was killed.
         StorageError: the cache is full or cannot be written.
     """
-    targets = _targets(package, plan, device, evaluates=evaluates)
-    with _no_room_told(cache_dir):
+    targets = _targets(
+        package, plan, device, evaluates=evaluates, is_deterministic=is_deterministic
+    )
+    with no_room_told(cache_dir):
         root = private_folder(cache_dir / "compiled")
         names = [build_name(target, pipeline_index) for target in targets]
         for name in names:
-            if _is_kept(root / name):
+            if is_kept(root / name):
                 return root / name
-        for folder in [folder for name in names for folder in _fetched(root, name)]:
-            if others is not None and others.allows(folder) and _is_kept(folder):
+        for folder in [folder for name in names for folder in fetched_of(root, name)]:
+            if others is not None and others.allows(folder) and is_kept(folder):
                 return folder
-        smaller = build_name(build_target(package, plan, device, evaluates=False), pipeline_index)
-        reused = root / smaller if smaller != names[-1] and _is_kept(root / smaller) else None
+        without = build_target(
+            package, plan, device, evaluates=False, is_deterministic=is_deterministic
+        )
+        smaller = build_name(without, pipeline_index)
+        reused = root / smaller if smaller != names[-1] and is_kept(root / smaller) else None
         for target, name in zip(targets, names, strict=True):
             for offered in others.offered(target, pipeline_index) if others is not None else ():
-                if _add(root / f"{name}-{offered.suffix}", cache_dir, offered.fetch):
+                if add_build(root / f"{name}-{offered.suffix}", cache_dir, offered.fetch):
                     return root / f"{name}-{offered.suffix}"
 
         def make(draft: Path) -> bool:
             if share is not None and share(names[-1], draft):
-                if _is_whole(draft):
+                if is_whole(draft):
                     return True
                 empty_folder(draft)  # the other node was just removing it
             with (
                 own_kernels(cache_dir, draft),
-                deterministic(),
+                deterministic(is_deterministic),
                 asking_ahead(device, forks=processes > 1),
             ):
                 made = _make_graphs(
@@ -189,7 +211,7 @@ def compile_build(
                 _compile_into(draft, made, plan, on_stage, reused, processes)
             return True
 
-        _add(root / names[-1], cache_dir, make)
+        add_build(root / names[-1], cache_dir, make)
         return root / names[-1]
 
 
@@ -200,67 +222,24 @@ def _targets(
     *,
     evaluates: bool,
     threads: int | None = None,
+    is_deterministic: bool,
 ) -> list[Target]:
     """Return the targets whose builds a run can use, the one that it needs last: a build with
     evaluation graphs also serves a run without held-out data.
     """
     flags = (True,) if evaluates else (True, False)
-    found = [build_target(package, plan, device, evaluates=flag, threads=threads) for flag in flags]
+    found = [
+        build_target(
+            package,
+            plan,
+            device,
+            evaluates=flag,
+            threads=threads,
+            is_deterministic=is_deterministic,
+        )
+        for flag in flags
+    ]
     return found[-1:] if found[0] == found[-1] else found
-
-
-class _NothingAdded(Exception):
-    """Raised within `new_folder` so that the folder does not appear."""
-
-
-def _add(final: Path, cache_dir: Path, fill: Callable[[Path], bool]) -> bool:
-    """Add a folder to the node's cache, unless another process has added it meanwhile.
-
-    Args:
-        final: the folder.
-        cache_dir: the node's cache.
-        fill: function that fills a draft of the folder; it returns False if it cannot.
-
-    Returns:
-        True if the cache has the folder now.
-    """
-    use(final)
-    with filelock.FileLock(f"{final}.lock", timeout=LOCK_SECONDS):
-        if _is_whole(final):
-            return True
-        shutil.rmtree(final, ignore_errors=True)
-        remove_temporaries(final)
-        make_room(cache_dir)
-        with suppress(_NothingAdded), new_folder(final) as draft:
-            if not fill(draft) or not _is_whole(draft):
-                raise _NothingAdded
-            return True
-    return False
-
-
-def _fetched(root: Path, name: str) -> list[Path]:
-    """Return the builds of a name that were fetched into the cache from a store, newest first."""
-    folders = [path for path in root.glob(f"{name}-*") if path.is_dir()]
-    return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-@contextmanager
-def _no_room_told(cache_dir: Path) -> Iterator[None]:
-    """Convert an OSError within the context into a StorageError if the node's cache is full or not
-    writable.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise StorageError(
-            "the compiled graphs cannot be written",
-            where=str(cache_dir),
-            expected="free disk space and write permission",
-            got=error.strerror or str(error),
-            hint="Free some disk space, or set TRAINLOAD_CACHE_DIR to another folder.",
-        ) from error
 
 
 def compiled_graphs(folder: Path) -> dict[str, Compiled]:
@@ -411,7 +390,7 @@ def _make_graphs(
     began = time.perf_counter()
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}
     graphs = rank_graphs(package, plan, local, package.updates(), device, pipeline_index)
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
         for module in _modules(graphs).values():
             require_deterministic_attention(module)
     on_stage("shard", time.perf_counter() - began)
@@ -576,24 +555,3 @@ def _spelled(ports: Sequence[Port]) -> list[list[str]]:
 
 def _ports(spelled: Sequence[Sequence[str]]) -> tuple[Port, ...]:
     return tuple(Port(Role(role), name) for role, name in spelled)
-
-
-def _is_kept(folder: Path) -> bool:
-    """Return True if the cache holds a complete build; it is then marked as used by this process,
-    so that it is not evicted.
-    """
-    if not folder.is_dir():
-        return False
-    use(folder)
-    return _is_whole(folder)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Return True if a build is complete, and unchanged since it was written."""
-    if not (folder / INDEX_FILE).is_file():
-        return False
-    digests = json.loads((folder / INDEX_FILE).read_bytes())["digests"]
-    return all(
-        (folder / name).is_file() and sha256_file(folder / name) == digest
-        for name, digest in digests.items()
-    )

@@ -51,12 +51,13 @@ def build_target(
     *,
     evaluates: bool = True,
     threads: int | None = None,
+    is_deterministic: bool = True,
 ) -> Target:
     """Return what a build for a device of this machine depends on.
 
     That is the program, its graphs, the parts of the plan that determine them, the versions of what
     compiles them, and the architecture, which on CPUs includes the number of threads of a worker
-    (by default, those of this process).
+    (by default, those of this process). Graphs that need not be deterministic are others.
     """
     job: dict[str, Any] = {
         "build": BUILD_VERSION,
@@ -64,6 +65,8 @@ def build_target(
         "graphs": package.manifest.step_graphs(evaluates=evaluates),
         "plan": plan.model_dump(mode="json", include=_SHAPING) | {"world": plan.world_size},
     }
+    if not is_deterministic:
+        job["deterministic"] = False
     if device.type == "cuda":  # kernels for GPUs are made for calls of up to this size
         job["rows"] = plan.rows_per_call
     return Target(

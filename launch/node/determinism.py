@@ -16,15 +16,18 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic(wanted: bool = True) -> Iterator[None]:
     """Compile graphs and run operators deterministically within the context: sums have a fixed
-    order.
+    order. If it is not wanted, nothing is changed.
 
     Otherwise scatter-adds, as in the gradient of an embedding, are atomic additions whose order
     changes from run to run, both in eager mode and in Inductor's kernels. Operators without a
     deterministic form warn, once each. cuBLAS reads its setting once, at its first call, so that
     stays for the process. For attention on GPUs see `attention.py`.
     """
+    if not wanted:
+        yield
+        return
     os.environ.setdefault(_CUBLAS, ":4096:8")
     # a module that replaces itself by an object, which stubs cannot express
     settings: Any = torch.utils.deterministic

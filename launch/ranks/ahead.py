@@ -77,6 +77,7 @@ def main() -> None:
                 lambda *_: None,
                 index,
                 evaluates=spec.evaluates,
+                is_deterministic=spec.deterministic,
                 others=FetchedBuilds(spec.package, spec.policies, lambda _: None),
             )
 

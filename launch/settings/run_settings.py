@@ -40,6 +40,10 @@ class EvaluationSettings(Settings):
     """Maximum length of an evaluation, for each part of the held-out data. Default: all rows."""
     compile: Annotated[bool, SettingInfo(option="--no-compile")] = True
     """Compile the graphs with Inductor. False runs them uncompiled."""
+    deterministic: bool = True
+    """Give the same bits in every run and after every restart. False allows faster operators, such
+    as cuDNN's attention on GPUs and atomic additions, whose sums have another order in each call.
+    """
     max_failures: Annotated[int, SettingInfo(unit="failures")] = Field(default=3, ge=0)
     """Number of consecutive failures, without a new checkpoint between them, after which a run
     fails.

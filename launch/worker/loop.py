@@ -92,7 +92,7 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact, keeper: Keeper | N
         DivergedError: a loss, or the norm of a gradient whose loss is not scaled, is not finite.
         TrainloadError: an error of the package, the plan, the data or the checkpoints.
     """
-    with deterministic():
+    with deterministic(spec.deterministic):
         _Worker(spec, place, contact, (keeper or Keeper()).opened(spec, place.rank)).run()
 
 

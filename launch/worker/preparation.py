@@ -143,6 +143,7 @@ def _obtain_build(
         lambda *_: None,
         index,
         evaluates=spec.evaluates,
+        is_deterministic=spec.deterministic,
         processes=compiling_processes(spec.plan),
         others=others,
         share=share,
@@ -247,6 +248,7 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
             lambda *_: None,
             pipeline_index,
             evaluates=evaluates,
+            is_deterministic=spec.deterministic,
             others=FetchedBuilds(spec.package, spec.policies, _log.warning),
         )
         return load_build(folder, package, spec.plan, default_cache_dir()), folder

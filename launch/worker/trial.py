@@ -84,7 +84,8 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
         yield
         seconds[name] = time.perf_counter() - began
 
-    with deterministic(), alone_of(0, plan.world_size) if plan.world_size > 1 else nullcontext():
+    alone = alone_of(0, plan.world_size) if plan.world_size > 1 else nullcontext()
+    with deterministic(spec.deterministic), alone:
         with timed("package"):
             package = trained_package(spec)
             check_plan(plan, package)

@@ -23,13 +23,19 @@ def derived_key(graph: str, device: torch.device) -> str:
     """Return the name under which a package stores the step graph of one of its graphs, for a kind
     of device and this torch version.
 
-    For GPUs torch chooses the operators of attention by the architecture.
+    For GPUs torch chooses the operators of attention by the architecture, and by whether they must
+    be deterministic.
     """
     kind = device.type
     if kind == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        kind += f"-{major}.{minor}"
+        kind += f"-{major}.{minor}{'-deterministic' if _must_be_deterministic() else ''}"
     return f"{graph}-{kind}-torch{torch.__version__}-{DERIVATION}"
+
+
+def _must_be_deterministic() -> bool:
+    """Return True within `launching.node.determinism.deterministic`."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def step_graphs(
@@ -52,7 +58,7 @@ def step_graphs(
         step = read_derived(package, key)
         if step is None:
             program = program or package.program()
-            step = derive(program, name, device)
+            step = derive(program, name, device, is_deterministic=_must_be_deterministic())
             # it is in the node's cache, whose next release has the same program
             if package.source is not None:
                 cache_derived(package, key, step)
@@ -73,7 +79,7 @@ def places_in_step(package: Package, graph: str, device: torch.device) -> dict[s
     """
     program = package.program()
     restore_traces(package.path, graph, program.graphs[graph].exported)
-    step = derive(program, graph, device, sources=True)
+    step = derive(program, graph, device, sources=True, is_deterministic=_must_be_deterministic())
     lines = {
         node.name: users_line(str(node.meta.get("stack_trace", "")))
         for node in step.module.graph.nodes

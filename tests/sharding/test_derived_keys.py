@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainload.capture.job.ambient import deterministic_algorithms
 from trainload.packaging.derived import _KEY
 from trainload.sharding.plans.device_step_graphs import derived_key
 
@@ -12,19 +13,23 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def keys(monkeypatch: pytest.MonkeyPatch, *, device: torch.device = GPU) -> set[str]:
-    """Return the keys for two architectures."""
+    """Return the keys for two architectures, deterministic or not."""
     found = set()
     for capability in ((9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        found.add(derived_key("train", device))
+        for mode in (False, True):
+            with deterministic_algorithms(mode):
+                found.add(derived_key("train", device))
     return found
 
 
-def test_gpus_of_other_architectures_have_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(keys(monkeypatch)) == 2
+def test_gpus_of_other_architectures_and_determinism_have_other_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(keys(monkeypatch)) == 4
 
 
-def test_graphs_for_cpus_depend_on_no_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_for_cpus_depend_on_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(keys(monkeypatch, device=CPU)) == 1
 
 

@@ -55,10 +55,12 @@ def push_builds(
         )
     reports = []
     targets = set[str]()
-    for package, plan in _runs(config, open_package(f"{config.store}#{config.line}")):
+    for package, plan, deterministic in _runs(
+        config, open_package(f"{config.store}#{config.line}")
+    ):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "build"
-            report = build(package, plan, path, on_stage=on_stage)
+            report = build(package, plan, path, deterministic=deterministic, on_stage=on_stage)
             if report.target.key in targets:
                 continue
             targets.add(report.target.key)
@@ -67,14 +69,16 @@ def push_builds(
     return reports
 
 
-def _runs(config: Config, package: Package) -> list[tuple[Package, Plan]]:
-    """Return what a tick trains and what it evaluates, each with its plan."""
+def _runs(config: Config, package: Package) -> list[tuple[Package, Plan, bool]]:
+    """Return what a tick trains and what it evaluates, each with its plan, and True if it must be
+    deterministic.
+    """
     from trainload.launching.settings.overrides import Overrides
 
     settings = settings_of(config)
     trained = settings.overrides.apply(package, config.train.steps)
     evaluated = Overrides(precision=settings.overrides.precision).apply(package, None)
     return [
-        (trained, training_plan(config, package)),
-        (evaluated, plan_of(config, evaluated, settings.batch)),
+        (trained, training_plan(config, package), bool(settings.run.get("deterministic", True))),
+        (evaluated, plan_of(config, evaluated, settings.batch), True),
     ]

@@ -138,3 +138,22 @@ def test_what_nobody_uses_makes_room_and_is_compiled_again(
     ] == []
     trainload.launch(tiny, plan, tiny_data, run_dir=tmp_path / "second", steps=1, backend="local")
     assert compiled == 2 * ["train.only", "train.update"]
+
+
+def test_a_run_that_need_not_be_deterministic_has_graphs_of_its_own(
+    tiny: Package, plan: Plan, tiny_data: Path, tmp_path: Path, cache: Path
+) -> None:
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=tmp_path / "run",
+        steps=1,
+        backend="local",
+        deterministic=False,
+    )
+    found = {
+        wanted: is_compiled(tiny, plan, cache, evaluates=False, is_deterministic=wanted)
+        for wanted in (False, True)
+    }
+    assert found == {False: True, True: False}

@@ -29,3 +29,12 @@ def test_a_setting_of_cublas_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS, ":16:8")
     with deterministic():
         assert os.environ[CUBLAS] == ":16:8"
+
+
+def test_nothing_changes_if_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CUBLAS, raising=False)
+    with deterministic(False):
+        assert (torch.are_deterministic_algorithms_enabled(), CUBLAS in os.environ) == (
+            False,
+            False,
+        )

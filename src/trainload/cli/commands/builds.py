@@ -25,6 +25,7 @@ from trainload.core.formatting import size
 
 if TYPE_CHECKING:
     from trainload.launching.api.make_build import BuildReport
+    from trainload.packaging.package import Package
     from trainload.packaging.stores.stored_builds import BuildPushReport
 
 _file = click.Path(path_type=Path)
@@ -37,14 +38,14 @@ _file = click.Path(path_type=Path)
 @click.option(
     "--device",
     metavar="D",
-    help="cpu, or a GPU that this machine need not have: h100, a100, ... Default: this machine's.",
+    help="cpu, or a GPU to compile for without having it: h100, ...",
 )
 @click.option(
     "--verify",
     "verified",
     type=_file,
     metavar="BUILD",
-    help="Compare the graphs of this build, instead of compiling.",
+    help="Compare the graphs of this build; compile nothing.",
 )
 @click.option(
     "--threads",
@@ -70,11 +71,9 @@ def build(
 ) -> None:
     """Compile the graphs of PKG, a folder or STORE#LINE, for runs that load them from the store.
 
-    They fit machines like this one. Every graph is compared with the interpreted one on made rows.
-    A launch of a release in STORE loads the build if a policy trusts its maker (build_makers).
-
-    With --device graphs are compiled for a GPU that this machine does not have. No run loads them
-    until --verify has compared them on a machine with that GPU.
+    Every graph is compared with the interpreted one. A launch of a release in STORE loads the build
+    if a policy trusts its maker (build_makers). With --device, no run loads the build until
+    --verify has compared it on a machine with that GPU.
     """
     if output is None and store is None:
         raise click.UsageError("pass -o BUILD, or --push STORE, or both.")
@@ -84,7 +83,7 @@ def build(
         raise click.UsageError("--push: a build belongs to a store, not to a line.")
     if verified is not None and (device is not None or threads is not None):
         raise click.UsageError("--verify takes graphs as they are: omit --device and --threads.")
-    opened = changed_by(settings, shared.open_to_run(package))
+    opened, deterministic = _set_by(settings, shared.open_to_run(package))
     from trainload.launching.api.make_build import build as make_build
     from trainload.launching.api.verified_build import verify_build
     from trainload.publishing import trust
@@ -95,10 +94,18 @@ def build(
     with tempfile.TemporaryDirectory() as scratch:
         folder = output or Path(scratch) / "build"
         if verified is not None:
-            report = verify_build(verified, opened, plan, folder, on_stage=_show_stage)
+            report = verify_build(
+                verified, opened, plan, folder, deterministic=deterministic, on_stage=_show_stage
+            )
         else:
             report = make_build(
-                opened, plan, folder, threads=threads, device=device, on_stage=_show_stage
+                opened,
+                plan,
+                folder,
+                threads=threads,
+                device=device,
+                deterministic=deterministic,
+                on_stage=_show_stage,
             )
         if key is not None:
             trust.sign(folder, key, password=password_of(key))
@@ -123,6 +130,18 @@ def build(
         *(("interpreted", text) for text in report.interpreted),
     ]
     out().print(view.table(rows))
+
+
+def _set_by(settings: tuple[str, ...], package: Package) -> tuple[Package, bool]:
+    """Return the package as a launch with these settings trains it, and whether it does so
+    deterministically.
+    """
+    of_run = [each for each in settings if each.partition("=")[0].strip() == "deterministic"]
+    from trainload.launching.settings.parse import parse_settings
+
+    values = parse_settings(tuple(of_run)).run
+    others = tuple(each for each in settings if each not in of_run)
+    return changed_by(others, package), bool(values.get("deterministic", True))
 
 
 def _show_stage(stage: str, seconds: float) -> None:
