@@ -38,7 +38,6 @@ from trainload.autograd_trace.compiling.described_device import computing_nothin
 from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups, unbind_groups
 from trainload.capture.job.synthesise import rows_of, synthesise
 from trainload.launching.described.described_gpu import COUNTED
-from trainload.launching.node import build
 from trainload.launching.node.build import compile_build, load_build, uncompiled_graphs
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.determinism import deterministic
@@ -51,8 +50,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _STAGES = ("make_ttir", "make_ttgir", "make_llir", "make_ptx", "make_cubin")
 _WIDE = r"tl\.program_id\(0\)\.to\(tl\.int64\)"
 """Beginning of a kernel that indexes in 64 bits."""
-_CAST = r"triton_poi_fused__to_copy_\d+\.run\("
-"""Launch of a kernel that only converts a dtype."""
+_DEFINITION = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 _STEPS = 4
 """The first step creates state and tunes kernels; the last one is counted."""
 
@@ -69,16 +67,23 @@ def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
     cache.mkdir(mode=0o700)
     written: dict[str, list[str]] = {}
     planned: dict[str, list[str]] = {}
-    compiling = inductor.compile_graph
+    together: dict[str, bool] = {}
+    preparing, compiling = inductor.prepare_graph, inductor._compile
+    flat: list[list[str]] = []
 
-    def noted(module: GraphModule, path: Path, *rest: Any) -> inductor.Compiled:
+    def prepared(module: GraphModule) -> None:
+        preparing(module)
+        flat.append(collectives_of_graph(module))
+
+    def noted(module: GraphModule, path: Path, *rest: Any) -> tuple[str, ...]:
         planned[path.stem] = collectives_of_graph(module)
+        together[path.stem] = planned[path.stem] != flat[-1]
         before = set(_codes())
         done = compiling(module, path, *rest)
         written[path.stem] = [file.read_text() for file in _codes() if file not in before]
         return done
 
-    with computing_nothing(), mock.patch.object(build, "compile_graph", noted):
+    with computing_nothing(), mock.patch.multiple(inductor, prepare_graph=prepared, _compile=noted):
         folder = compile_build(
             package, plan, device, cache, lambda stage, spent: seconds.update({stage: spent})
         )
@@ -96,13 +101,15 @@ def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
         "attention": {name: _attention(module) for name, module in on_gpu.items()},
         "architectures": dict(Counter(map(_architecture, kernels))),
         "kernels": len(kernels),
-        "configurations_of_reductions": _configurations(kernels),
+        "configurations_of_reductions": _configurations(
+            kernels, [code for codes in written.values() for code in codes]
+        ),
         "planned": planned,
+        "together": together,
         "written": {
             name: collectives_of_code(codes) for name, codes in written.items() if planned[name]
         },
         "wide": {name: _number(_WIDE, codes) for name, codes in written.items()},
-        "casts": {name: _number(_CAST, codes) for name, codes in written.items()},
     }
 
 
@@ -155,13 +162,17 @@ def _architecture(cubin: Path) -> str:
     return f"sm_{flags & 0xFF}"
 
 
-def _configurations(kernels: Sequence[Path]) -> dict[str, int]:
-    """Return the names of reductions that were compiled in several configurations."""
-    named = Counter(file.stem for file in kernels)
+def _configurations(kernels: Sequence[Path], codes: Sequence[str]) -> dict[str, int]:
+    """Return the names of reductions of which there are more kernels than definitions: they were
+    compiled in several configurations.
+    """
+    compiled = Counter(file.stem for file in kernels)
+    definitions = {found.groups() for code in codes for found in _DEFINITION.finditer(code)}
+    defined = Counter(str(name) for name, _ in definitions)
     return {
         name: number
-        for name, number in named.items()
-        if number > 1 and name.startswith(("triton_red", "triton_per"))
+        for name, number in compiled.items()
+        if number > max(defined[name], 1) and name.startswith(("triton_red", "triton_per"))
     }
 
 

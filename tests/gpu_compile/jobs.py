@@ -75,7 +75,7 @@ CASES = {
         runs=True,
     ),
     "gpt2": Case("benchmarks", "gpu_jobs", "gpt2", {"zero3x16": PlanOptions("zero3")}, runs=True),
-    "gpt2, 64 rows": Case(
+    "gpt2-64-rows": Case(
         "benchmarks",
         "gpu_jobs",
         "gpt2_large_batch",

@@ -132,7 +132,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
     """Return a table of what was found."""
     columns = (
         *("job, plan", "kernels", "compile s", "load s", "launches a step", "host waits"),
-        *("copies to, from the GPU", "casts", "wrong"),
+        *("copies to, from the GPU", "layer's buckets together", "wrong"),
     )
     shown = Table(*columns)
     for name, plans in found.items():
@@ -148,7 +148,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
                 str(step["launches"]) if step else "-",
                 str(step["waits"]) if step else "-",
                 copies,
-                str(sum(made["casts"].values())),
+                "yes" if any(made["together"].values()) else "no",
                 str(len(verbs["wrong"])),
             )
     return shown
