@@ -36,16 +36,18 @@ def sized_for(module: GraphModule, sizes: Mapping[str, int]) -> Iterator[None]:
 
     Args:
         module: a graph whose placeholders have `meta["val"]`.
-        sizes: symbol -> its value in the largest call. Other symbols keep their hints.
+        sizes: symbol -> its value in the largest call. Other symbols keep their hints. If it has
+            none of the graph's, all kernels index in 64 bits.
     """
     environment = _shape_environment(module)
     hints: dict[sympy.Symbol, Any] = {} if environment is None else environment.backed_var_to_val
     before = dict(hints)
+    is_known = any(str(symbol) in sizes for symbol in before)
     for symbol in before:
         if str(symbol) in sizes:
             hints[symbol] = sympy.Integer(max(sizes[str(symbol)], _LEAST_SIZE))
     try:
-        with _values_of_indices_considered(hints):
+        with _values_of_indices_considered(hints, all_wide=bool(before) and not is_known):
             yield
     finally:
         hints.update(before)
@@ -66,8 +68,11 @@ def _shape_environment(module: GraphModule) -> Any:
 
 
 @contextlib.contextmanager
-def _values_of_indices_considered(hints: Mapping[sympy.Symbol, Any]) -> Iterator[None]:
-    """Have a kernel index in 64 bits if a value that it computes from indices needs them.
+def _values_of_indices_considered(
+    hints: Mapping[sympy.Symbol, Any], *, all_wide: bool
+) -> Iterator[None]:
+    """Have a kernel index in 64 bits if a value that it computes from indices needs them, or all
+    kernels.
 
     Inductor makes arithmetic on `arange` part of the indices, and their type is chosen by the sizes
     of buffers alone. A product with a large constant would overflow, or not compile.
@@ -79,7 +84,7 @@ def _values_of_indices_considered(hints: Mapping[sympy.Symbol, Any]) -> Iterator
 
     def select(features: Any) -> torch.dtype:
         dtype = chosen(features)
-        if dtype is torch.int32 and not _fit(features, hints):
+        if dtype is torch.int32 and (all_wide or not _fit(features, hints)):
             return torch.int64
         return dtype
 
@@ -93,10 +98,13 @@ def _fit(features: Any, hints: Mapping[sympy.Symbol, Any]) -> bool:
         body = getattr(node, "_body", None)
         if body is None:
             continue
-        largest = {
-            variable: max(int(sympy.sympify(size).xreplace(hints)) - 1, 0)
+        sizes = {
+            variable: sympy.sympify(size).xreplace(hints)
             for variable, size in body.var_ranges.items()
         }
+        if not all(size.is_Integer for size in sizes.values()):
+            return False  # sizes that depend on data
+        largest = {variable: max(int(size) - 1, 0) for variable, size in sizes.items()}
         parts = {
             part
             for expression in body.indexing_exprs.values()

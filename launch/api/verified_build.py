@@ -14,7 +14,8 @@ from trainload.launching.api.make_build import BuildReport, report_of
 from trainload.launching.described.write_build import Stages, write_parts
 from trainload.launching.node.build_key import build_target, device_of, using_threads
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.node.graph_comparison import Comparison
+from trainload.launching.node.fetched_builds import check_loadable
+from trainload.launching.node.graph_comparison import Comparison, forget_comparisons
 from trainload.packaging.builds.build_folder import check_build, copy_parts
 from trainload.packaging.builds.build_record import BuildRecord, Target
 from trainload.packaging.format.package_files import check_new_folder, check_outside_packages
@@ -51,10 +52,10 @@ def verify_build(
 
     Raises:
         StorageError: there is no build, `path` is taken, or the disk is full.
-        IntegrityError: the build is damaged.
+        IntegrityError: the build is damaged, or a kernel cannot be loaded here.
         PolicyError: a policy does not trust its maker.
         PlanError: the plan was made for another package.
-        RequestError: the build is for another job, device or toolchain.
+        RequestError: the build is for another job, device or toolchain, or of a pipeline.
         DataError: rows to compare the graphs on cannot be made, since the package does not record
             the range of values of an input.
 
@@ -69,6 +70,13 @@ def verify_build(
     check_new_folder(path)
     check_weights(package)
     check_plan(plan, package)
+    if plan.pipeline is not None:
+        raise RequestError(
+            "graphs of a pipeline cannot be compared by one process, since its ranks wait for each"
+            " other's messages",
+            where="plan.pipeline",
+            hint="A run on a machine with the device compiles and compares its own graphs.",
+        )
     record, digest = check_build(build)
     threads = _threads(record)
     with using_threads(threads) if threads is not None else nullcontext():
@@ -82,6 +90,8 @@ def verify_build(
     with tempfile.TemporaryDirectory() as scratch:
         parts = copy_parts(build, record, Path(scratch))
         for folder in parts.values():
+            forget_comparisons(folder)  # those of its maker
+            check_loadable(folder)
             with stages.timed("compare"):
                 compare_alone(
                     package,

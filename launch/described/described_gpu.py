@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +41,10 @@ _SOURCE = Path(__file__).with_name("gpu.c")
 _LIBRARY = "libcuda.so.1"
 _PRELOADED = "LD_PRELOAD"
 _COMPILERS = ("gcc", "clang", "cc")
+_RESERVED = 1024
+"""Bytes of shared memory that the driver keeps of each block."""
+_BLOCKS = {"7.5": 16, "8.6": 16, "8.7": 16, "8.9": 24}
+"""Resident blocks of a multiprocessor by compute capability; others have 32."""
 _HEADERS = ("backends", "nvidia", "include")
 
 
@@ -71,10 +76,11 @@ def is_this_machines(profile: DeviceProfile) -> bool:
     architecture = profile.architecture
     if architecture is None or not torch.cuda.is_available():
         return False
-    found = torch.cuda.get_device_properties(0)
+    found: Any = torch.cuda.get_device_properties(0)
     return (
         f"{found.major}.{found.minor}" == architecture.capability
         and found.multi_processor_count == architecture.multiprocessors
+        and found.shared_memory_per_block_optin == architecture.shared_memory - _RESERVED
     )
 
 
@@ -101,7 +107,7 @@ def environment_with(profile: DeviceProfile, cache_dir: Path) -> dict[str, str]:
     library = _library(profile, cache_dir)
     before = [value for value in (os.environ.get(_PRELOADED),) if value]
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != MODE},
         _PRELOADED: ":".join([str(library), *before]),
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "CUDA_VISIBLE_DEVICES": "0",
@@ -132,6 +138,7 @@ def _facts(profile: DeviceProfile) -> Mapping[str, str | int]:
         "GPU_MINOR": minor,
         "GPU_MULTIPROCESSORS": architecture.multiprocessors,
         "GPU_THREADS": architecture.threads,
+        "GPU_BLOCKS": _BLOCKS.get(architecture.capability, 32),
         "GPU_SHARED_MEMORY": architecture.shared_memory,
         "GPU_L2": architecture.l2_bytes,
         "GPU_MEMORY": profile.memory_bytes,

@@ -5,8 +5,8 @@
    Loaded with LD_PRELOAD before the CUDA libraries of torch. Its soname is libcuda.so.1, so that
    whoever opens the driver finds this one.
 
-   GPU_NAME, GPU_MAJOR, GPU_MINOR, GPU_MULTIPROCESSORS, GPU_THREADS and GPU_SHARED_MEMORY (both of
-   a multiprocessor), GPU_L2 and GPU_MEMORY (bytes) describe the GPU.
+   GPU_NAME, GPU_MAJOR, GPU_MINOR, GPU_MULTIPROCESSORS, GPU_THREADS, GPU_BLOCKS and
+   GPU_SHARED_MEMORY (of a multiprocessor), GPU_L2 and GPU_MEMORY (bytes) describe the GPU.
 
    A launch of a kernel is refused. With TRAINLOAD_DESCRIBED_GPU=dry in the environment launches
    succeed, without effect, after their pointers were checked: that shows whether a program would
@@ -156,7 +156,7 @@ static int attribute(CUdevice_attribute which) { /* cudaDeviceAttr has the same 
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: return GPU_SHARED_MEMORY;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return GPU_SHARED_MEMORY - RESERVED_SHARED_MEMORY;
     case CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK: return RESERVED_SHARED_MEMORY;
-    case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: return GPU_THREADS / 64;
+    case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: return GPU_BLOCKS;
     case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: return 3;
     case CU_DEVICE_ATTRIBUTE_GPU_OVERLAP:
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:

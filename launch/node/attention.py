@@ -32,12 +32,15 @@ def require_deterministic_attention(module: GraphModule) -> int:
         Number of operators that were replaced.
     """
     replaced = 0
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in _replacements():
+    for part in module.modules():  # bodies of control flow are modules of their own
+        nodes = part.graph.nodes if isinstance(part, GraphModule) else ()
+        found = [node for node in nodes if node.op == "call_function"]
+        found = [node for node in found if node.target in _replacements()]
+        for node in found:
             node.target = _replacements()[node.target]
-            replaced += 1
-    if replaced:
-        module.recompile()
+        if found and isinstance(part, GraphModule):
+            part.recompile()
+        replaced += len(found)
     return replaced
 
 

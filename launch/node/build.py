@@ -396,7 +396,8 @@ def _make_graphs(
     on_stage("shard", time.perf_counter() - began)
     rows = plan.rows_per_call
     sizes = tuple(
-        (environment, sizes_of(step.module, step.inputs, rows))
+        # graphs are compared on one row more than a call has
+        (environment, sizes_of(step.module, step.inputs, rows + 1))
         for step in steps.values()
         for environment in list(shape_environments(step.module))[:1]
     )

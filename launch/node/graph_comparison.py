@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,3 +84,8 @@ def write_comparison(build: Path, comparison: Comparison) -> None:
             canonical_json(asdict(comparison)),
             durable=False,
         )
+
+
+def forget_comparisons(build: Path) -> None:
+    """Remove the stored comparisons of a build, so that its graphs are compared again."""
+    shutil.rmtree(build / _FOLDER, ignore_errors=True)

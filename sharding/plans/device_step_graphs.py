@@ -13,7 +13,7 @@ from trainload.packaging.derived import cache_derived, read_derived
 from trainload.packaging.format.source_map import restore_traces, users_line
 from trainload.packaging.package import Package
 
-DERIVATION = 5
+DERIVATION = 6
 """Part of every derived graph's key: increase it whenever the same program yields other step
 graphs.
 """

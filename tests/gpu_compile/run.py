@@ -98,6 +98,8 @@ def wrong(gpu: DeviceProfile, found: dict[str, Any], *, wide: bool) -> list[str]
         for operator in operators
         if "cudnn" in operator or ("backward" in operator and not operator.startswith("trainload"))
     ]
+    if not any(made["attention"].values()):
+        problems.append("there is no fused attention")
     if wide and not made["wide"].get("train.only"):
         problems.append("no kernel indexes in 64 bits, although a tensor needs that")
     if loaded["compiled"]:

@@ -20,6 +20,7 @@ from trainload.core.errors import (
     RequestError,
     StorageError,
 )
+from trainload.launching.api import verified_build
 from trainload.launching.api.make_build import BuildReport
 from trainload.packaging.builds.build_folder import (
     copy_parts,
@@ -185,6 +186,24 @@ def test_a_build_is_verified_without_compiling(
 ) -> None:
     report = trainload.verify_build(unverified, tiny, published.plan, tmp_path / "verified.build")
     assert (report.unverified, report.graphs, compiled) == ((), 3, [])
+
+
+def test_comparisons_of_its_maker_do_not_count(
+    published: Published, tiny: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified_build, "compare_alone", lambda *_, **__: None)
+    report = trainload.verify_build(
+        published.report.path, tiny, published.plan, tmp_path / "verified.build"
+    )
+    assert len(report.unverified) == 3
+
+
+def test_graphs_of_a_pipeline_are_not_verified(
+    unverified: Path, tiny: Package, tmp_path: Path
+) -> None:
+    plan = trainload.plan(tiny, trainload.Cluster(devices_per_node=2), pipeline_ranks=2)
+    with pytest.raises(RequestError, match="cannot be compared by one process"):
+        trainload.verify_build(unverified, tiny, plan, tmp_path / "verified.build")
 
 
 def test_a_build_for_another_plan_is_not_verified(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from trainload.capture.job.ambient import deterministic_attention
+from trainload.autograd_trace.derivation import aot
 from trainload.launching.node.attention import _requiring, require_deterministic_attention
 from trainload.launching.node.determinism import deterministic
+from trainload.packaging.package import Package
 
 GRADIENTS = (
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
@@ -54,15 +55,36 @@ def test_a_gradient_is_replaced_by_an_operator_of_the_same_schema(
     assert str(node.target._schema).partition("(")[2] == str(gradient._schema).partition("(")[2]
 
 
+def test_gradients_in_the_bodies_of_control_flow_are_replaced() -> None:
+    inner = Graph()
+    values = [inner.placeholder(each.name) for each in GRADIENTS[0]._schema.arguments]
+    inner.output(inner.call_function(GRADIENTS[0], tuple(values)))
+    graph = Graph()
+    graph.output(graph.call_module("body", (graph.placeholder("x"),)))
+    assert (
+        require_deterministic_attention(GraphModule({"body": GraphModule({}, inner)}, graph)) == 1
+    )
+
+
 def test_graphs_without_attention_stay_as_they_are() -> None:
     graph = Graph()
     graph.output(graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)))
     assert require_deterministic_attention(GraphModule({}, graph)) == 0
 
 
-def test_graphs_are_derived_without_attention_of_cudnn() -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_graphs_are_derived_without_attention_of_cudnn_if_they_must_be_deterministic(
+    tiny: Package, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
     attention: Any = torch.backends.cuda
-    before = attention.cudnn_sdp_enabled()
-    with deterministic_attention():
-        assert not attention.cudnn_sdp_enabled()
-    assert attention.cudnn_sdp_enabled() is before
+    enabled: list[bool] = []
+    tracing = aot._trace_functional
+
+    def trace(*args: Any) -> GraphModule | None:
+        enabled.append(attention.cudnn_sdp_enabled())
+        return tracing(*args)
+
+    monkeypatch.setattr(aot, "_trace_functional", trace)
+    aot.derive(tiny.program(), "train", torch.device("cpu"), is_deterministic=wanted)
+    assert enabled == [not wanted]
+    assert attention.cudnn_sdp_enabled()
