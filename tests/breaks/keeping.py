@@ -328,4 +328,37 @@ KEEPING: tuple[Mutation, ...] = (
         "            elif False:\n",
         "../launch/worker/test_diverged.py::test_an_infinite_gradient_that_is_not_clipped_ends_the_run",
     ),
+    Mutation(
+        5,
+        "a build is verified by the comparisons of its maker",
+        "launch/api/verified_build.py",
+        "            forget_comparisons(folder)  # those of its maker\n",
+        "",
+        "../launch/api/test_make_build.py::test_comparisons_of_its_maker_do_not_count",
+    ),
+    Mutation(
+        4,
+        "attention in the body of control flow is not deterministic",
+        "launch/node/attention.py",
+        "    for part in module.modules():  # bodies of control flow are modules of their own\n",
+        "    for part in (module,):\n",
+        "../launch/node/test_attention.py::test_gradients_in_the_bodies_of_control_flow_are_replaced",
+    ),
+    Mutation(
+        4,
+        "graphs are derived with attention of cuDNN",
+        "autograd_trace/derivation/aot.py",
+        "        if is_deterministic:\n            stack.enter_context(deterministic_attention())\n",
+        "",
+        "../launch/node/test_attention.py::"
+        "test_graphs_are_derived_without_attention_of_cudnn_if_they_must_be_deterministic",
+    ),
+    Mutation(
+        3,
+        "kernels are compiled for the example's rows",
+        "autograd_trace/compiling/call_sizes.py",
+        "            hints[symbol] = sympy.Integer(max(sizes[str(symbol)], _LEAST_SIZE))\n",
+        "            pass\n",
+        "../autograd_trace/test_call_sizes.py::test_hints_are_the_sizes_of_the_largest_call",
+    ),
 )

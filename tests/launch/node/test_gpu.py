@@ -26,9 +26,12 @@ import trainload
 from trainload.core.errors import DataError, OutOfMemoryError
 from trainload.launching.api.request import Backend
 from trainload.launching.data.sampler import rows
+from trainload.launching.described import described_build
+from trainload.launching.described.described_gpu import is_this_machines
 from trainload.launching.run.journal import Event, read_events
 from trainload.launching.worker.row_limit import free_bytes
 from trainload.packaging.package import Package
+from trainload.sharding.planner.device import profile_of_product
 
 pytestmark = [
     pytest.mark.slow,
@@ -242,3 +245,30 @@ def test_graphs_are_compared_on_fewer_rows_where_memory_is_short(
     with pytest.raises(OutOfMemoryError):
         launched(wide, tmp_path / "rows.npz", tmp_path / "interpreted", "local", compile=False)
     del held
+
+
+def test_this_gpu_is_as_its_profile_describes_it() -> None:
+    """`trainload build --device` tells torch this on a machine without the GPU."""
+    profile = profile_of_product(torch.cuda.get_device_name())
+    if profile is None or profile.architecture is None:
+        pytest.skip("there is no description of this GPU")
+    told, found = profile.architecture, torch.cuda.get_device_properties(0)
+    assert is_this_machines(profile)
+    assert (told.threads, told.l2_bytes) == (
+        found.max_threads_per_multi_processor,
+        found.L2_cache_size,
+    )
+
+
+def test_a_build_for_this_gpu_is_verified_by_it(package: Package, tmp_path: Path) -> None:
+    profile = profile_of_product(torch.cuda.get_device_name())
+    if profile is None or profile.architecture is None:
+        pytest.skip("there is no description of this GPU")
+    plan = trainload.plan(package, trainload.Cluster(device="cuda"), "single")
+    described_build.build_in_child(
+        package, plan, tmp_path / "made.build", profile, lambda *_: None, is_deterministic=True
+    )
+    report = trainload.verify_build(
+        tmp_path / "made.build", package, plan, tmp_path / "verified.build"
+    )
+    assert (report.unverified, report.interpreted) == ((), ())
