@@ -32,7 +32,6 @@ from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.outlining.outline import OutlinedRegion
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.paths import empty_folder, link_or_copy
-from trainload.launching.node.attention import define_operators, require_deterministic_attention
 from trainload.launching.node.build_key import (
     build_name,
     build_target,
@@ -49,6 +48,10 @@ from trainload.launching.node.cached_builds import (
     no_room_told,
 )
 from trainload.launching.node.determinism import deterministic
+from trainload.launching.node.deterministic_attention import (
+    define_operators,
+    require_deterministic_attention,
+)
 from trainload.launching.node.kernel_cache import own_kernels, use_inductor_cache
 from trainload.launching.node.side_by_side import side_by_side
 from trainload.launching.node.utilisation import Work, work_of

@@ -23,7 +23,7 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
     Otherwise scatter-adds, as in the gradient of an embedding, are atomic additions whose order
     changes from run to run, both in eager mode and in Inductor's kernels. Operators without a
     deterministic form warn, once each. cuBLAS reads its setting once, at its first call, so that
-    stays for the process. For attention on GPUs see `attention.py`.
+    stays for the process. For attention on GPUs see `deterministic_attention.py`.
     """
     if not wanted:
         yield

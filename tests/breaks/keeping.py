@@ -339,18 +339,19 @@ KEEPING: tuple[Mutation, ...] = (
     Mutation(
         4,
         "attention in the body of control flow is not deterministic",
-        "launch/node/attention.py",
+        "launch/node/deterministic_attention.py",
         "    for part in module.modules():  # bodies of control flow are modules of their own\n",
         "    for part in (module,):\n",
-        "../launch/node/test_attention.py::test_gradients_in_the_bodies_of_control_flow_are_replaced",
+        "../launch/node/test_deterministic_attention.py::test_gradients_in_the_bodies_of_control_flow_are_replaced",
     ),
     Mutation(
         4,
         "graphs are derived with attention of cuDNN",
         "autograd_trace/derivation/aot.py",
-        "        if is_deterministic:\n            stack.enter_context(deterministic_attention())\n",
+        "        if is_deterministic:\n"
+        "            stack.enter_context(deterministic_attention())\n",
         "",
-        "../launch/node/test_attention.py::"
+        "../launch/node/test_deterministic_attention.py::"
         "test_graphs_are_derived_without_attention_of_cudnn_if_they_must_be_deterministic",
     ),
     Mutation(
@@ -359,6 +360,6 @@ KEEPING: tuple[Mutation, ...] = (
         "autograd_trace/compiling/call_sizes.py",
         "            hints[symbol] = sympy.Integer(max(sizes[str(symbol)], _LEAST_SIZE))\n",
         "            pass\n",
-        "../autograd_trace/test_call_sizes.py::test_hints_are_the_sizes_of_the_largest_call",
+        "../autograd_trace/compiling/test_call_sizes.py::test_hints_are_the_sizes_of_the_largest_call",
     ),
 )

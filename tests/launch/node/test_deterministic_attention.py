@@ -11,8 +11,11 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from trainload.autograd_trace.derivation import aot
-from trainload.launching.node.attention import _requiring, require_deterministic_attention
 from trainload.launching.node.determinism import deterministic
+from trainload.launching.node.deterministic_attention import (
+    _requiring,
+    require_deterministic_attention,
+)
 from trainload.packaging.package import Package
 
 GRADIENTS = (

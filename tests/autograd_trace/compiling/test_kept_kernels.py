@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.autograd_trace.test_faster_inductor import flat
+from tests.autograd_trace.compiling.test_faster_inductor import flat
 
 from trainload.autograd_trace.compiling.inductor import Compiled, compile_graph
 from trainload.autograd_trace.compiling.kernels import KERNELS
