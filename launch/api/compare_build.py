@@ -19,8 +19,10 @@ from trainload.capture.job.synthesise import rows_of, synthesise
 from trainload.capture.program import Mode, variant_of
 from trainload.launching.node.build import load_build
 from trainload.launching.node.build_key import device_of
+from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.graph_comparison import Comparison
+from trainload.launching.node.write_build import Stages
 from trainload.launching.worker.calls import Microbatch
 from trainload.launching.worker.engine import Draw, Engine
 from trainload.launching.worker.verify_build import Verifier
@@ -30,6 +32,43 @@ from trainload.sharding.plans.plan import Plan
 _TURNS = 2
 _MOST_ROUNDS = 1000
 """Rounds of the loop in which a graph must have its turns in order to be compared."""
+
+
+def compare_parts(
+    package: Package,
+    plan: Plan,
+    parts: Mapping[int, Path],
+    stages: Stages,
+    *,
+    is_deterministic: bool,
+) -> list[Comparison]:
+    """Compare all graphs of a build (`compare_alone`).
+
+    Args:
+        package: package that is trained.
+        plan: plan of the build.
+        parts: index on the pipeline axis -> folder with its graphs.
+        stages: durations, to which the part "compare" is added.
+        is_deterministic: True if every call of the graphs must give the same bits.
+
+    Returns:
+        Comparisons of the graphs that will run interpreted.
+
+    Raises:
+        DataError: the package does not record the range of values of an input.
+    """
+    interpreted: list[Comparison] = []
+    for folder in parts.values():
+        with stages.timed("compare"):
+            compare_alone(
+                package,
+                plan,
+                folder,
+                default_cache_dir(),
+                interpreted.append,
+                is_deterministic=is_deterministic,
+            )
+    return interpreted
 
 
 def compare_alone(

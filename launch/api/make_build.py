@@ -10,18 +10,17 @@ import torch
 
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import CompileError, RequestError
-from trainload.launching.api.compare_build import compare_alone
+from trainload.launching.api.compare_build import compare_parts
 from trainload.launching.described.described_build import build_in_child
 from trainload.launching.described.described_gpu import described, is_this_machines
-from trainload.launching.described.write_build import (
+from trainload.launching.node.build import can_compile
+from trainload.launching.node.graph_comparison import Comparison
+from trainload.launching.node.write_build import (
     Stages,
     compiled_parts,
     failed_graphs,
     write_parts,
 )
-from trainload.launching.node.build import can_compile
-from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.node.graph_comparison import Comparison
 from trainload.packaging.builds.build_folder import read_build
 from trainload.packaging.builds.build_record import Target
 from trainload.packaging.format.package_files import check_new_folder, check_outside_packages
@@ -130,19 +129,9 @@ def build(
             where="device",
             hint="Name the GPU for which the graphs are compiled, such as h100.",
         )
-    interpreted: list[Comparison] = []
     stages = Stages(on_stage)
     parts = compiled_parts(package, plan, threads, stages, is_deterministic=deterministic)
-    for folder in parts.values():
-        with stages.timed("compare"):
-            compare_alone(
-                package,
-                plan,
-                folder,
-                default_cache_dir(),
-                interpreted.append,
-                is_deterministic=deterministic,
-            )
+    interpreted = compare_parts(package, plan, parts, stages, is_deterministic=deterministic)
     write_parts(path, package, plan, parts, threads, is_deterministic=deterministic)
     return report_of(path, stages.seconds, interpreted)
 

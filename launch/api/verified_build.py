@@ -9,13 +9,12 @@ from pathlib import Path
 
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import RequestError
-from trainload.launching.api.compare_build import compare_alone
+from trainload.launching.api.compare_build import compare_parts
 from trainload.launching.api.make_build import BuildReport, report_of
-from trainload.launching.described.write_build import Stages, write_parts
 from trainload.launching.node.build_key import build_target, device_of, using_threads
-from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.fetched_builds import check_loadable
-from trainload.launching.node.graph_comparison import Comparison, forget_comparisons
+from trainload.launching.node.graph_comparison import forget_comparisons
+from trainload.launching.node.write_build import Stages, write_parts
 from trainload.packaging.builds.build_folder import check_build, copy_parts
 from trainload.packaging.builds.build_record import BuildRecord, Target
 from trainload.packaging.format.package_files import check_new_folder, check_outside_packages
@@ -85,22 +84,13 @@ def verify_build(
     policies = find_policies()
     if allows_builds(policies):
         check_maker(build, record, digest, policies)
-    interpreted: list[Comparison] = []
     stages = Stages(on_stage)
     with tempfile.TemporaryDirectory() as scratch:
         parts = copy_parts(build, record, Path(scratch))
         for folder in parts.values():
             forget_comparisons(folder)  # those of its maker
             check_loadable(folder)
-            with stages.timed("compare"):
-                compare_alone(
-                    package,
-                    plan,
-                    folder,
-                    default_cache_dir(),
-                    interpreted.append,
-                    is_deterministic=deterministic,
-                )
+        interpreted = compare_parts(package, plan, parts, stages, is_deterministic=deterministic)
         write_parts(path, package, plan, parts, threads, is_deterministic=deterministic)
     return report_of(path, stages.seconds, interpreted)
 

@@ -20,8 +20,8 @@ from trainload.autograd_trace.compiling.described_device import computing_nothin
 from trainload.core.errors import CompileError, RequestError, TrainloadError
 from trainload.core.processes import end_with_parent
 from trainload.launching.described.described_gpu import environment_with
-from trainload.launching.described.write_build import Stages, compiled_parts, write_parts
 from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.node.write_build import Stages, compiled_parts, write_parts
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import Package, open_package
