@@ -54,6 +54,10 @@ def test_what_would_be_ignored_is_refused(arguments: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
+VALUES = {"deterministic": ("false", False)}
+"""Setting -> a text that is one of its values, and that value, if it is no number."""
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -73,8 +77,9 @@ def test_a_setting_of_an_evaluation_reaches_it(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "trainload.launching.api.evaluate.evaluate", lambda *given, **options: heard.update(options)
     )
-    assert cli.run([*EVALUATE, "--set", f"{name}=7"]) == 0
-    assert heard[name] == 7
+    text, value = VALUES.get(name, ("7", 7))
+    assert cli.run([*EVALUATE, "--set", f"{name}={text}"]) == 0
+    assert heard[name] == value
 
 
 NONE: Any = None

@@ -13,6 +13,7 @@ from tests.launch.tiny import write_rows
 
 import trainload
 from trainload.launching.node.build import compile_build, is_compiled, uncompiled_build
+from trainload.launching.node.build_key import build_target
 from trainload.launching.node.cache import SIZE_VARIABLE, in_use, leave, make_room
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
@@ -140,6 +141,14 @@ def test_what_nobody_uses_makes_room_and_is_compiled_again(
     assert compiled == 2 * ["train.only", "train.update"]
 
 
+def test_graphs_that_need_not_be_deterministic_are_others(tiny: Package, plan: Plan) -> None:
+    targets = [
+        build_target(tiny, plan, CPU, is_deterministic=wanted).job for wanted in (True, False)
+    ]
+    assert len(set(targets)) == 2
+
+
+@pytest.mark.slow
 def test_a_run_that_need_not_be_deterministic_has_graphs_of_its_own(
     tiny: Package, plan: Plan, tiny_data: Path, tmp_path: Path, cache: Path
 ) -> None:

@@ -128,9 +128,9 @@ def test_step_graphs_are_derived_once_for_all_releases_of_a_program(
     trainload.push(newer.path, store)
     derived: list[str] = []
 
-    def counted(program: Program, name: str, device: torch.device) -> StepGraph:
+    def counted(program: Program, name: str, device: torch.device, **options: bool) -> StepGraph:
         derived.append(name)
-        return derive(program, name, device)
+        return derive(program, name, device, **options)
 
     monkeypatch.setattr(step_graphs, "derive", counted)
     two = trainload.Cluster(devices_per_node=2)
