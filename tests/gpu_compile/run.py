@@ -124,6 +124,7 @@ def examined(gpu: DeviceProfile, name: str, scratch: Path) -> dict[str, Any]:
         if CASES[name].runs and "pipeline" not in plan:
             verbs["dry"] = place.child("dry", dry=True)
         verbs["wrong"] = wrong(gpu, verbs, wide=wanted.wide)
+        del verbs["compile"]["folder"]
         found[plan] = verbs
         for problem in verbs["wrong"]:
             print(f"{name}, {plan}: {problem}", flush=True)
@@ -168,6 +169,7 @@ def main() -> int:
     Console().print(table(found))
     RESULTS.write_text(
         json.dumps({"device": gpu.name, "torch": torch.__version__, "cases": found}, indent=1)
+        + "\n"
     )
     return any(verbs["wrong"] for plans in found.values() for verbs in plans.values())
 
