@@ -127,8 +127,8 @@ def kill_after(seconds: float) -> None:
 def packages(folder: Path, seed: int, package: Path, children: int) -> None:
     """Run children that each write a package, then one with new weights next to it.
 
-    Half of them are killed at an operation, the first two at the first and the last one; half after
-    a time.
+    Half of them are killed at an operation, the first three at the first one, the last one, and the
+    first one of the second package; half after a time.
     """
     on_one_core()
     rng, source = random.Random(seed), trainload.open(package)
@@ -146,9 +146,10 @@ def packages(folder: Path, seed: int, package: Path, children: int) -> None:
         return act
 
     operations, seconds = measured(write_into(folder / "measured"), folder / "measured")
+    between = 1 + next(at for at, kind in enumerate(operations) if "second.tl" in kind)
     for number in range(children):
         place = folder / str(number)
-        at = {0: 1, 2: len(operations)}.get(number, rng.randint(1, len(operations)))
+        at = {0: 1, 2: len(operations), 4: between}.get(number, rng.randint(1, len(operations)))
         after = rng.uniform(0.0, seconds)
         arm = partial(kill_at, place, at) if number % 2 == 0 else partial(kill_after, after)
         killed = child(write_into(place), arm)

@@ -48,7 +48,7 @@ def test_packages_are_visible_whole_or_not_at_all(
     reports = killed(packages, tmp_path, packaged.path, children)
     assert sum(report["killed"] for report in reports) >= children // 2
     assert [report for report in reports if not all(report["visible"].values())] == []
-    assert {bool(report["visible"]) for report in reports} == {False, True}
+    assert {len(report["visible"]) for report in reports} >= {0, 1}
 
 
 def test_checkpoints_runs_and_results_are_visible_whole_or_not_at_all(
