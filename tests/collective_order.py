@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule
@@ -15,10 +14,16 @@ _CALL = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(\w+?)(?:_out)?\.d
 _IN_PLACE = re.compile(rf"torch\.ops\._c10d_functional\.(all_reduce)_\.default\({_VALUE}")
 _WAIT = re.compile(rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({_VALUE}")
 _wait = torch.ops._c10d_functional.wait_tensor.default
+_mm = torch.ops.aten.mm.default
 
 
-def collectives_of_graph(module: GraphModule) -> list[str]:
-    """Return the collectives of a graph and the waits for them, numbered as they begin."""
+def order_of_graph(module: GraphModule, *, products: bool = False) -> list[str]:
+    """Return the collectives of a graph and the waits for them, numbered as they begin.
+
+    Args:
+        module: the graph.
+        products: True to add the matrix products between them.
+    """
     numbers: dict[object, int] = {}
     done: list[str] = []
     for node in module.graph.nodes:
@@ -27,17 +32,18 @@ def collectives_of_graph(module: GraphModule) -> list[str]:
         elif is_collective(node):
             numbers[node] = len(numbers)
             done.append(f"{node.target.overloadpacket.__name__.rstrip('_')} {numbers[node]}")
+        elif products and node.target is _mm:
+            done.append("mm")
     return done
 
 
-def collectives_of_code(codes: Sequence[str]) -> list[str]:
-    """Return the same of the code with collectives among those that were written for a graph."""
-    (code,) = [each for each in codes if "_c10d_functional.wait_tensor" in each]
+def order_of_code(code: str, *, products: bool = False) -> list[str]:
+    """Return the same of the code that Inductor wrote for a graph."""
     numbers: dict[str, int] = {}  # variable -> number of the collective that wrote it last
     begun = 0
     done: list[str] = []
     for line in code[code.index("def call(") :].splitlines():
-        if (found := _WAIT.search(line)) and found[1] in numbers:
+        if found := _WAIT.search(line):
             done.append(f"wait {numbers[found[1]]}")
         elif found := _IN_PLACE.search(line):
             numbers[found[2]], begun = begun, begun + 1
@@ -45,4 +51,6 @@ def collectives_of_code(codes: Sequence[str]) -> list[str]:
         elif found := _CALL.search(line):
             numbers[found[1]], begun = begun, begun + 1
             done.append(f"{found[2].rstrip('_')} {numbers[found[1]]}")
+        elif products and "extern_kernels.mm(" in line:
+            done.append("mm")
     return done

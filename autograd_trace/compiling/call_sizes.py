@@ -39,7 +39,7 @@ def sized_for(module: GraphModule, sizes: Mapping[str, int]) -> Iterator[None]:
         sizes: symbol -> its value in the largest call. Other symbols keep their hints. If it has
             none of the graph's, all kernels index in 64 bits.
     """
-    environment = _shape_environment(module)
+    environment = shape_environment(module)
     hints: dict[sympy.Symbol, Any] = {} if environment is None else environment.backed_var_to_val
     before = dict(hints)
     is_known = any(str(symbol) in sizes for symbol in before)
@@ -53,18 +53,17 @@ def sized_for(module: GraphModule, sizes: Mapping[str, int]) -> Iterator[None]:
         hints.update(before)
 
 
-def shape_environments(module: GraphModule) -> Iterator[Any]:
-    """Yield the environments in which the symbolic sizes of a graph's inputs are defined."""
+def shape_environment(module: GraphModule) -> Any:
+    """Return the environment in which the symbolic sizes of a graph's inputs are defined; None if
+    it has none.
+    """
     for node in module.graph.nodes:
         if node.op == "placeholder":
             value = node.meta["val"]
             for size in (value,) if isinstance(value, SymInt) else getattr(value, "shape", ()):
                 if isinstance(size, SymInt):
-                    yield size.node.shape_env
-
-
-def _shape_environment(module: GraphModule) -> Any:
-    return next(shape_environments(module), None)
+                    return size.node.shape_env
+    return None
 
 
 @contextlib.contextmanager

@@ -226,15 +226,9 @@ def deterministic_algorithms(mode: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-@contextmanager
-def deterministic_attention() -> Iterator[None]:
+def deterministic_attention() -> AbstractContextManager[None]:
     """Have torch choose no fused attention within the context whose gradient has no deterministic
     form: that of cuDNN.
     """
-    backends: Any = torch.backends.cuda
-    before = backends.cudnn_sdp_enabled()
-    backends.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        backends.enable_cudnn_sdp(before)
+    backends = torch.backends.cuda
+    return _override(backends.cudnn_sdp_enabled, backends.enable_cudnn_sdp, False)

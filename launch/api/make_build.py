@@ -144,7 +144,8 @@ def _described(plan: Plan, device: str | None) -> DeviceProfile | None:
     """
     if device is None:
         return None
-    kind = "cpu" if device == "cpu" else described(device).kind
+    profile = None if device == "cpu" else described(device)
+    kind = "cpu" if profile is None else profile.kind
     if kind != plan.cluster.device:
         raise RequestError(
             "the plan is for devices of another kind",
@@ -153,10 +154,7 @@ def _described(plan: Plan, device: str | None) -> DeviceProfile | None:
             got=device,
             hint="Make a plan for it: trainload plan --device.",
         )
-    if kind == "cpu":
-        return None
-    profile = described(device)
-    return None if is_this_machines(profile) else profile
+    return None if profile is None or is_this_machines(profile) else profile
 
 
 def report_of(

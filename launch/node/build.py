@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.compiling.call_sizes import shape_environments
+from trainload.autograd_trace.compiling.call_sizes import shape_environment
 from trainload.autograd_trace.compiling.compiler_answers import asking_ahead
 from trainload.autograd_trace.compiling.inductor import (
     Compiled,
@@ -371,11 +371,8 @@ class _Made:
 
     def sizes_in(self, module: GraphModule) -> dict[str, int]:
         """Return the values of the symbols of one of the graphs."""
-        environments = list(shape_environments(module))
-        return next(
-            (sizes for each, sizes in self.sizes if any(each is other for other in environments)),
-            {},
-        )
+        own = shape_environment(module)
+        return next((sizes for environment, sizes in self.sizes if environment is own), {})
 
 
 def _make_graphs(
@@ -400,9 +397,8 @@ def _make_graphs(
     rows = plan.rows_per_call
     sizes = tuple(
         # graphs are compared on one row more than a call has
-        (environment, sizes_of(step.module, step.inputs, rows + 1))
+        (shape_environment(step.module), sizes_of(step.module, step.inputs, rows + 1))
         for step in steps.values()
-        for environment in list(shape_environments(step.module))[:1]
     )
     return _Made(graphs, work_of(steps, rows), sizes)
 

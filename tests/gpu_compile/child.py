@@ -1,4 +1,4 @@
-"""What a process finds in which a GPU is described.
+"""A process in which a GPU is described, and the facts that it finds.
 
     python -m tests.gpu_compile.child compile PACKAGE PLAN OUT
     python -m tests.gpu_compile.child load PACKAGE PLAN OUT
@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.gpu_compile.written import collectives_of_code, collectives_of_graph
+from tests.collective_order import order_of_code, order_of_graph
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,10 +73,10 @@ def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
 
     def prepared(module: GraphModule) -> None:
         preparing(module)
-        flat.append(collectives_of_graph(module))
+        flat.append(order_of_graph(module))
 
     def noted(module: GraphModule, path: Path, *rest: Any) -> tuple[str, ...]:
-        planned[path.stem] = collectives_of_graph(module)
+        planned[path.stem] = order_of_graph(module)
         together[path.stem] = planned[path.stem] != flat[-1]
         before = set(_codes())
         done = compiling(module, path, *rest)
@@ -107,10 +107,18 @@ def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
         "planned": planned,
         "together": together,
         "written": {
-            name: collectives_of_code(codes) for name, codes in written.items() if planned[name]
+            name: order_of_code(_with_waits(codes))
+            for name, codes in written.items()
+            if planned[name]
         },
         "wide": {name: _number(_WIDE, codes) for name, codes in written.items()},
     }
+
+
+def _with_waits(codes: Sequence[str]) -> str:
+    """Return the code that waits for collectives, among those that were written for a graph."""
+    (code,) = [each for each in codes if "_c10d_functional.wait_tensor" in each]
+    return code
 
 
 def _number(pattern: str, codes: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ _SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the children of a plan work.
+    """The inputs and folders of the child processes for a plan.
 
     Attributes:
         gpu: the described GPU.

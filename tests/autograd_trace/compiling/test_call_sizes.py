@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trainload.autograd_trace.compiling.call_sizes import _fits, shape_environments, sized_for
+from trainload.autograd_trace.compiling.call_sizes import _fits, shape_environment, sized_for
 
 x, y, read = sympy.symbols("x y read", integer=True, nonnegative=True)
 LARGEST = {x: 65_535, y: 1023}
@@ -25,8 +25,8 @@ def doubled(rows: int = 4) -> GraphModule:
 
 
 def hint(module: GraphModule) -> dict[str, int]:
-    (environment,) = list(shape_environments(module))[:1]
-    return {str(symbol): int(value) for symbol, value in environment.backed_var_to_val.items()}
+    hints = shape_environment(module).backed_var_to_val
+    return {str(symbol): int(value) for symbol, value in hints.items()}
 
 
 def rows_of(module: GraphModule) -> str:

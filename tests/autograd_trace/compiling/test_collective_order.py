@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tests.collective_order import order_of_code, order_of_graph
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.autograd_trace.compiling.inductor import compile_graph
@@ -18,8 +16,6 @@ c10d = torch.ops._c10d_functional
 BUCKETS = 4
 WIDTH = 16
 GROUP = "trainload.data"
-_CALL = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(\w+?)\.default\(")
-_WAIT = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)\)")
 
 
 def sharded(x: Tensor, *shards: Tensor) -> list[Tensor]:
@@ -42,38 +38,6 @@ def sharded(x: Tensor, *shards: Tensor) -> list[Tensor]:
     return [*reduced, c10d.wait_tensor(pending), x]
 
 
-def of_graph(module: GraphModule) -> list[str]:
-    """Return what a graph does: names of collectives, waits with the number of what they wait for,
-    and products.
-    """
-    numbers: dict[object, int] = {}
-    done: list[str] = []
-    for node in module.graph.nodes:
-        if node.target is c10d.wait_tensor.default:
-            done.append(f"wait {numbers[node.args[0]]}")
-        elif str(node.target).startswith("_c10d_functional"):
-            numbers[node] = len(numbers)
-            done.append(f"{node.target.overloadpacket.__name__} {numbers[node]}")
-        elif node.target is torch.ops.aten.mm.default:
-            done.append("mm")
-    return done
-
-
-def of_code(lines: Sequence[str]) -> list[str]:
-    """Return the same of the code that Inductor wrote for it."""
-    numbers: dict[str, int] = {}
-    done: list[str] = []
-    for line in lines:
-        if found := _CALL.search(line):
-            numbers[found[1]] = len(numbers)
-            done.append(f"{found[2]} {numbers[found[1]]}")
-        elif found := _WAIT.search(line):
-            done.append(f"wait {numbers[found[1]]}")
-        elif "extern_kernels.mm(" in line:
-            done.append("mm")
-    return done
-
-
 def test_collectives_and_waits_stay_between_the_operators_that_they_are_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +46,7 @@ def test_collectives_and_waits_stay_between_the_operators_that_they_are_between(
     module = make_fx(lambda *given: sharded(*given), tracing_mode="symbolic")(
         torch.randn(6, WIDTH), *shards
     )
-    expected = of_graph(module)
+    expected = order_of_graph(module, products=True)
     compile_graph(module, tmp_path / "graph.bin", {GROUP: 2})
     (code,) = [
         text
@@ -95,4 +59,4 @@ def test_collectives_and_waits_stay_between_the_operators_that_they_are_between(
         "wait 0",
         "mm",
     ]
-    assert of_code(code[code.index("def call") :].splitlines()) == expected
+    assert order_of_code(code, products=True) == expected

@@ -25,7 +25,6 @@ from trainload.core.formatting import size
 
 if TYPE_CHECKING:
     from trainload.launching.api.make_build import BuildReport
-    from trainload.packaging.package import Package
     from trainload.packaging.stores.stored_builds import BuildPushReport
 
 _file = click.Path(path_type=Path)
@@ -83,14 +82,16 @@ def build(
         raise click.UsageError("--push: a build belongs to a store, not to a line.")
     if verified is not None and (device is not None or threads is not None):
         raise click.UsageError("--verify takes graphs as they are: omit --device and --threads.")
-    opened, deterministic = _set_by(settings, shared.open_to_run(package))
+    opened = changed_by(settings, shared.open_to_run(package), allowed={"deterministic"})
     from trainload.launching.api.make_build import build as make_build
     from trainload.launching.api.verified_build import verify_build
+    from trainload.launching.settings.parse import parse_settings
     from trainload.publishing import trust
     from trainload.publishing.stores import push_build
     from trainload.sharding.plans.plan import read_plan
 
     plan = read_plan(plan_file)
+    deterministic = bool(parse_settings(settings).run.get("deterministic", True))
     with tempfile.TemporaryDirectory() as scratch:
         folder = output or Path(scratch) / "build"
         if verified is not None:
@@ -130,18 +131,6 @@ def build(
         *(("interpreted", text) for text in report.interpreted),
     ]
     out().print(view.table(rows))
-
-
-def _set_by(settings: tuple[str, ...], package: Package) -> tuple[Package, bool]:
-    """Return the package as a launch with these settings trains it, and whether it does so
-    deterministically.
-    """
-    of_run = [each for each in settings if each.partition("=")[0].strip() == "deterministic"]
-    from trainload.launching.settings.parse import parse_settings
-
-    values = parse_settings(tuple(of_run)).run
-    others = tuple(each for each in settings if each not in of_run)
-    return changed_by(others, package), bool(values.get("deterministic", True))
 
 
 def _show_stage(stage: str, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,12 +225,16 @@ def plan(
     out().print(view.table(rows))
 
 
-def changed_by(settings: tuple[str, ...], package: Package) -> Package:
-    """Return the package as a launch with these settings trains it."""
+def changed_by(
+    settings: tuple[str, ...], package: Package, allowed: Set[str] = frozenset()
+) -> Package:
+    """Return the package as a launch with these settings trains it. `allowed`: settings of the run
+    that are used otherwise.
+    """
     from trainload.launching.settings.parse import parse_settings
 
     parsed = parse_settings(settings)
-    if others := [*parsed.run, *parsed.batch]:
+    if others := [*(name for name in parsed.run if name not in allowed), *parsed.batch]:
         raise click.UsageError(
             f"--set {others[0]}: only settings of the training can be set for a plan; pass this one"
             " to the launch, or use its option."
