@@ -33,6 +33,7 @@ _SHAPING = {
     "pipeline",
     "batch_norm",
     "recompute",
+    "loss_chunks",
 }
 
 

@@ -4,6 +4,7 @@ less.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +19,13 @@ from trainload.packaging.package import Package
 from trainload.sharding.planner.device import DeviceProfile, read
 from trainload.sharding.planner.plan_costs import Memory
 from trainload.sharding.planner.plan_source import Source
-from trainload.sharding.planner.search import Candidate, Choice, costs_of, evaluate
+from trainload.sharding.planner.search import (
+    LOSS_CHUNKS,
+    Candidate,
+    Choice,
+    costs_of,
+    evaluate,
+)
 from trainload.sharding.plans.plan import Plan
 
 _PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
@@ -132,8 +139,8 @@ def _smaller_plans(
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """Yield variants of the plan's choice with other strategies, recomputation and numbers of
-    microbatches.
+    """Yield variants of the plan's choice with other strategies, recomputation, chunks of the loss
+    and numbers of microbatches.
     """
     pipeline = plan.pipeline
     schedule = (
@@ -149,6 +156,7 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         plan.recompute,
         schedule,
         plan.divide,
+        plan.loss_chunks,
     )
     strategies = (
         [own.strategy]
@@ -162,17 +170,27 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         if rows % factor == 0 and math.log2(factor).is_integer()
     ]
     for strategy in strategies:
-        for recompute in dict.fromkeys((own.recompute, "full")):
-            for count in counts:
-                choice = replace(own, strategy=strategy, recompute=recompute, accumulate=count)
-                if choice != own:
-                    yield choice
+        for recompute, chunks, count in itertools.product(
+            dict.fromkeys((own.recompute, "full")),
+            dict.fromkeys((own.loss_chunks, max(own.loss_chunks, LOSS_CHUNKS))),
+            counts,
+        ):
+            choice = replace(
+                own,
+                strategy=strategy,
+                recompute=recompute,
+                accumulate=count,
+                loss_chunks=chunks,
+            )
+            if choice != own:
+                yield choice
 
 
 def _describe_candidate(candidate: Candidate, failed: Memory) -> str:
     choice = candidate.choice
     options = [f"--strategy {choice.strategy}"]
     options += [f"--recompute {choice.recompute}"] if choice.recompute != "job" else []
+    options += [f"--loss-chunks {choice.loss_chunks}"] if choice.loss_chunks > 1 else []
     options += [f"--accumulate {choice.accumulate}"] if choice.accumulate > 1 else []
     needs = _gib(candidate.costs.memory.tensors)
     return (

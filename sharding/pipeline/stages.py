@@ -171,6 +171,8 @@ class _Cutter:
         early = [item for item in own if not item.backward]
         late = [item for item in own if item.backward]
         backward, for_backward = self._backward(stage, late, below)
+        computed = {item.node for item in early if item.output is None}
+        for_backward += [n for n in below if n in computed and n not in for_backward]
         parts = {(stage, Part.FORWARD): self._forward(stage, early, up, for_backward)}
         parts |= {(stage, part): graph for part, graph in backward.items()}
         return parts

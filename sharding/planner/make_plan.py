@@ -58,6 +58,7 @@ def make_plan(
     stages_per_rank: Count | None = None,
     batch_norm: BatchNorm = "averaged",
     recompute: Recompute = "job",
+    loss_chunks: Count = 1,
 ) -> Plan:
     """Make a plan that distributes a package over a cluster.
 
@@ -86,6 +87,7 @@ def make_plan(
         batch_norm: statistics that a batch norm uses, and handling of the running ones, as
             documented in `Plan`.
         recompute: forward values that are recomputed for backward, as documented in `Plan`.
+        loss_chunks: number of parts of a call's rows in which logits are computed.
 
     Raises:
         PlanError: no such plan can be made; the message says what would be possible.
@@ -114,12 +116,15 @@ def make_plan(
         for p in package.parameters
         if p.alias_of is None
     ]
+    shards = tuple(sorted(tensor.shards.items()))
+    together = lanes if batch_norm == "synchronised" else 1
+    axes = Local(
+        tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor", loss_chunks
+    )
+    if loss_chunks > 1:
+        source.check_chunks(axes)
     if pipeline_ranks > 1:
-        shards = tuple(sorted(tensor.shards.items()))
-        together = lanes if batch_norm == "synchronised" else 1
-        local = source.local(
-            Local(tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor")
-        )
+        local = source.local(axes)
         pipeline = pipe(
             package, source.training, local, pipeline_ranks, schedule, stages_per_rank, accumulate
         )
@@ -166,6 +171,7 @@ def make_plan(
         pipeline=None if pipeline is None else pipeline.pipeline,
         batch_norm=batch_norm,
         recompute=recompute,
+        loss_chunks=loss_chunks,
         global_batch=rows,
         accumulate=accumulate,
         prefetch=prefetch,

@@ -14,6 +14,7 @@ from trainload.sharding.plans.buckets import parameter_order
 from trainload.sharding.plans.device_step_graphs import step_graphs
 from trainload.sharding.plans.plan import Shard
 from trainload.sharding.plans.strategies import Divide
+from trainload.sharding.rewriting.chunked_loss import check_chunked
 from trainload.sharding.rewriting.local_step import Local, completed
 from trainload.sharding.tensor.partition import Partitioned, partition
 from trainload.sharding.tensor.tensor_axis import TensorAxis, divide
@@ -123,6 +124,11 @@ class Source:
             name: completed(self._whole_or_partitioned(name, axes), axes) for name in lacking
         }
         return {name: graphs[name] for name in requested}
+
+    def check_chunks(self, axes: Local) -> None:
+        """Raise PlanError if the main graph's logits cannot be computed in chunks."""
+        main = self.package.manifest.training_graphs()[0]
+        check_chunked(self._whole_or_partitioned(main, axes), axes.loss_chunks, main)
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
         if axes.tensor_ranks == 1:

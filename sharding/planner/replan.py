@@ -61,6 +61,7 @@ def replan(
         divide=divide,
         batch_norm=plan.batch_norm,
         recompute=plan.recompute,
+        loss_chunks=plan.loss_chunks,
         pipeline_ranks=1 if pipeline is None else pipeline.ranks,
         schedule=None if pipeline is None else pipeline.schedule,
         stages_per_rank=None if pipeline is None else len(pipeline.stage_ranks) // pipeline.ranks,

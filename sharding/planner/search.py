@@ -41,6 +41,10 @@ that needs the least memory.
 """
 _ROWS_APART = 8
 """The first pass computes calls of 1, 8, 64, ... rows and interpolates linearly between them."""
+LOSS_CHUNKS = 8
+"""Number of chunks of a loss that the planner tries, as in torchtitan's default."""
+_WORTH_CHUNKS = 0.95
+"""Chunks are tried if they reduce the peak of a call at least to this part."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (
     ("1f1b", None),
     ("1f1b", 2),
@@ -61,6 +65,7 @@ class Choice:
     recompute: Recompute = "job"
     schedule: tuple[Schedule, int | None] | None = None
     divide: Divide = "tensor"
+    loss_chunks: int = 1
 
     def __str__(self) -> str:
         parts: list[str] = [self.strategy]
@@ -68,6 +73,7 @@ class Choice:
         if self.schedule is not None:
             name, stages = self.schedule
             parts += [f"pipeline {self.pipeline} ({name}{f'/{stages}' if stages else ''})"]
+        parts += [f"loss in {self.loss_chunks} chunks"] if self.loss_chunks > 1 else []
         return ", ".join(parts)
 
 
@@ -84,6 +90,7 @@ class Wanted:
     recompute: Recompute | None = None
     schedule: tuple[Schedule, int | None] | None = None
     divide: Divide = "tensor"
+    loss_chunks: int | None = None
 
 
 _ANYTHING = Wanted()
@@ -255,6 +262,7 @@ def evaluate(
         stages_per_rank=stages,
         recompute=choice.recompute,
         divide=choice.divide,
+        loss_chunks=choice.loss_chunks,
         **options,
     )
     return Candidate(choice, plan, costs_of(source, plan, device))
@@ -314,7 +322,9 @@ def _tensor_degrees(cluster: Cluster, wanted: Wanted) -> list[int]:
     return [wanted.tensor] if wanted.tensor is not None else _divisors(cluster.devices_per_node)
 
 
-def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterator[Choice]:
+def _choices(
+    cluster: Cluster, wanted: Wanted, tensor: int, rows: int, loss_chunks: Sequence[int]
+) -> Iterator[Choice]:
     remaining_ranks = cluster.world_size // tensor
     pipelines = (
         [wanted.pipeline]
@@ -322,7 +332,7 @@ def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterat
         else [p for p in _divisors(remaining_ranks) if p <= _MAX_STAGES]
     )
     recomputes = [wanted.recompute] if wanted.recompute is not None else list(RECOMPUTES)
-    for pipeline, recompute in product(pipelines, recomputes):
+    for pipeline, recompute, chunks in product(pipelines, recomputes, loss_chunks):
         if remaining_ranks % pipeline or rows % (remaining_ranks // pipeline):
             continue
         lanes = remaining_ranks // pipeline
@@ -339,6 +349,7 @@ def _choices(cluster: Cluster, wanted: Wanted, tensor: int, rows: int) -> Iterat
                         recompute,
                         schedule,
                         wanted.divide if tensor > 1 else "tensor",
+                        chunks,
                     )
 
 
@@ -403,7 +414,10 @@ def _judge_all(
         except PlanError as error:
             refused.append(Refused(f"{divide} {tensor}", str(error)))
             continue
-        judged += [judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows)]
+        chunks = judge.loss_chunks() if wanted.loss_chunks is None else [wanted.loss_chunks]
+        judged += [
+            judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows, chunks)
+        ]
         source.forget()
         gc.collect()
     return judged, refused
@@ -432,14 +446,9 @@ class _Judge:
         self._cluster, self._device, self._rows, self._tensor = cluster, device, rows, tensor
         shards = tuple(sorted(axis.shards.items()))
         package = source.package
-        main = package.manifest.training_graphs()[0]
-        self._steps = {
-            how: source.local(
-                Local(tensor, shards, recompute=how, positions=divide != "tensor"), [main]
-            )[main]
-            for how in RECOMPUTES
-        }
-        self._calls: dict[tuple[Recompute, int], tuple[float, float]] = {}
+        self._source, self._main = source, package.manifest.training_graphs()[0]
+        self._local = Local(tensor, shards, positions=divide != "tensor")
+        self._calls: dict[tuple[Recompute, int, int], tuple[float, float]] = {}
         states = state_counts(package)
         self._parameter_bytes = self._state_bytes = 0.0
         for parameter in package.parameters:
@@ -456,7 +465,7 @@ class _Judge:
         device, cluster = self._device, self._cluster
         lanes = cluster.world_size // (choice.tensor * choice.pipeline)
         seconds, activations = self._estimate_call(
-            choice.recompute, self._rows // (lanes * choice.accumulate)
+            choice.recompute, choice.loss_chunks, self._rows // (lanes * choice.accumulate)
         )
         near = min(lanes, max(1, cluster.devices_per_node // choice.tensor))
         degree = near if choice.strategy == "hybrid" else lanes
@@ -491,25 +500,33 @@ class _Judge:
         bubble = work * (choice.pipeline - 1) / (choice.accumulate * stages)
         return _Judged(choice, memory, work + bubble + max(0.0, exchange - 0.8 * work))
 
-    def _estimate_call(self, how: Recompute, rows: int) -> tuple[float, float]:
+    def loss_chunks(self) -> list[int]:
+        """Return the numbers of chunks of the loss that are worth trying."""
+        whole, chunked = (
+            self._simulate_call("job", chunks, _ROWS_APART)[1] for chunks in (1, LOSS_CHUNKS)
+        )
+        return [1, LOSS_CHUNKS] if chunked <= _WORTH_CHUNKS * whole else [1]
+
+    def _estimate_call(self, how: Recompute, chunks: int, rows: int) -> tuple[float, float]:
         """Return the seconds of a call of this number of rows, and its peak memory in bytes."""
         low = 1
         while low * _ROWS_APART <= rows:
             low *= _ROWS_APART
-        less = self._simulate_call(how, low)
+        less = self._simulate_call(how, chunks, low)
         if low == rows:
             return less
         more, share = (
-            self._simulate_call(how, low * _ROWS_APART),
+            self._simulate_call(how, chunks, low * _ROWS_APART),
             (rows / low - 1) / (_ROWS_APART - 1),
         )
         return less[0] + share * (more[0] - less[0]), less[1] + share * (more[1] - less[1])
 
-    def _simulate_call(self, how: Recompute, rows: int) -> tuple[float, float]:
+    def _simulate_call(self, how: Recompute, chunks: int, rows: int) -> tuple[float, float]:
         """Return the same figures, computed from the graph."""
-        key = how, rows
+        key = how, chunks, rows
         if key not in self._calls:
-            step = self._steps[how]
+            local = replace(self._local, recompute=how, loss_chunks=chunks)
+            step = self._source.local(local, [self._main])[self._main]
             sizes = sizes_of(step.module, step.inputs, rows)
             spans = {TENSOR: Span(self._tensor, self._tensor)}
             line = timeline(step.module, self._device, spans, sizes)

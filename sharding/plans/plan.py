@@ -236,6 +236,10 @@ class Plan(_Record):
     collectives, and values that cross from one segment of the graph to the next; "full", all except
     values that cross segments.
 
+    `loss_chunks`: number of parts of a call's rows in which the logits, the loss and their
+    gradients are computed, one after the other, so that the logits of all rows never exist; 1 for
+    all rows at once.
+
     Laws: every parameter that is not an alias is in exactly one bucket; global_batch = data_ranks *
     accumulate * rows of one call; `shard_ranks` divides data_ranks and is set only for "hybrid";
     rank = (pipeline index * data_ranks + data index) * tensor_ranks + tensor index.
@@ -261,6 +265,7 @@ class Plan(_Record):
     pipeline: Pipeline | None = None
     batch_norm: BatchNorm = "averaged"
     recompute: Recompute = "job"
+    loss_chunks: int = Field(default=1, ge=1)
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)

@@ -8,6 +8,7 @@ from trainload.autograd_trace.graphs import StepGraph
 from trainload.sharding.plans.plan import DATA, Plan, Shard
 from trainload.sharding.plans.strategies import BatchNorm, Recompute
 from trainload.sharding.rewriting.batch_norm import synchronised
+from trainload.sharding.rewriting.chunked_loss import chunk_losses
 from trainload.sharding.rewriting.recompute import recomputed
 from trainload.sharding.rewriting.zero_weight import ignore_zero_weight
 from trainload.sharding.tensor.partition import partition
@@ -18,7 +19,8 @@ class Local:
     """The options of a plan that affect a rank's step graph.
 
     `shards` and `positions` are what the tensor axis divides. `data_ranks` is the number of ranks
-    over whose rows a batch norm is computed.
+    over whose rows a batch norm is computed, and `loss_chunks` that of parts in which logits are
+    computed.
     """
 
     tensor_ranks: int = 1
@@ -27,6 +29,7 @@ class Local:
     recompute: Recompute = "job"
     data_ranks: int = 1
     positions: bool = False
+    loss_chunks: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Local:
@@ -40,12 +43,13 @@ class Local:
             plan.recompute,
             ranks,
             plan.divide != "tensor",
+            plan.loss_chunks,
         )
 
 
 def local_step(step: StepGraph, axes: Local) -> StepGraph:
-    """Return the step graph of a rank of the tensor axis, with its plan's batch norm statistics and
-    recomputation.
+    """Return the step graph of a rank of the tensor axis, with its plan's batch norm statistics,
+    chunks of logits and recomputation.
 
     Args:
         step: the whole graph.
@@ -62,4 +66,6 @@ def completed(step: StepGraph, axes: Local) -> StepGraph:
     """
     if axes.data_ranks > 1:
         step = synchronised(step, axes.data_ranks, DATA)
+    if axes.loss_chunks > 1:
+        step = chunk_losses(step, axes.loss_chunks).step
     return ignore_zero_weight(recomputed(step, axes.recompute))

@@ -50,6 +50,7 @@ def test_the_run_of_one_process_learns(single: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+CHUNKED = "zero3, loss in chunks"
 CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "zero0": ("zero0", STEPS, 1, SMALL),
     "zero1": ("zero1", STEPS, 1, SMALL),
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[Strategy | None, int, int, int]] = {
     "context": (None, FEWER, 1, SMALL),
     "1f1b": (None, STEPS, 4, SMALL),
     "zbv": (None, FEWER, 4, SMALL),
+    CHUNKED: ("zero3", STEPS, 1, SMALL),
 }
 """Case -> (strategy, steps, microbatches, bytes of a bucket).
 
@@ -91,6 +93,9 @@ COMPILED: dict[str, tuple[int, Strategy | None, dict[str, Any]]] = {
     "context": (2, None, {"tensor_ranks": 2, "divide": "context"}),
     "1f1b": (2, None, {"pipeline_ranks": 2, "accumulate": 4}),
     "zbv": (2, None, {"pipeline_ranks": 2, "accumulate": 4, "schedule": "zbv"}),
+    "zero3, loss in chunks": (2, "zero3", {"loss_chunks": 3}),
+    "1f1b, loss in chunks": (2, None, {"pipeline_ranks": 2, "accumulate": 4, "loss_chunks": 3}),
+    "tensor, loss in chunks": (2, None, {"tensor_ranks": 2, "loss_chunks": 3}),
     "pipeline of zero3": (4, *PIPED[0]),
     "pipeline of two stages a rank": (4, *PIPED[1]),
     "pipeline of tensor": (4, *PIPED[2]),
@@ -117,6 +122,7 @@ def two_workers(
             else {"tensor_ranks": 2, "divide": what}
         )
         axes = {} if strategy is not None else axes
+        axes |= {"loss_chunks": 3} if case == CHUNKED else {}
         plan = trainload.plan(
             gpt_source, cluster, strategy, accumulate=accumulate, bucket_bytes=bucket_bytes, **axes
         )

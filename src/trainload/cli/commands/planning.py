@@ -104,6 +104,12 @@ plan_file_option = click.option(
     help=f"One of {', '.join(RECOMPUTES)}. Default: job.",
 )
 @click.option(
+    "--loss-chunks",
+    type=positive,
+    metavar="N",
+    help="Compute logits in N parts. Default: 1.",
+)
+@click.option(
     "--batch-norm",
     type=click.Choice(BATCH_NORMS),
     default="averaged",
@@ -151,6 +157,7 @@ def plan(
     pipeline: int | None,
     schedule: tuple[Schedule, int | None] | None,
     recompute: Recompute | None,
+    loss_chunks: int | None,
     batch_norm: BatchNorm,
     global_batch: int | None,
     accumulate: int | None,
@@ -188,7 +195,11 @@ def plan(
             "pipeline": pipeline,
             "accumulate": accumulate,
         }
-        choices |= {"recompute": recompute, "schedule": schedule}
+        choices |= {
+            "recompute": recompute,
+            "schedule": schedule,
+            "loss_chunks": loss_chunks,
+        }
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
         _plan_best(
@@ -204,6 +215,7 @@ def plan(
         "global_batch": global_batch,
         "accumulate": accumulate,
         "recompute": recompute or "job",
+        "loss_chunks": loss_chunks or 1,
     }
     options |= {
         "tensor_ranks": ranks or 1,
@@ -282,6 +294,7 @@ def _describe(planned: Plan) -> list[tuple[str, Any]]:
             else []
         ),
         *([("recompute", planned.recompute)] if planned.recompute != "job" else []),
+        *([("loss chunks", planned.loss_chunks)] if planned.loss_chunks > 1 else []),
         ("buckets", len(planned.buckets)),
         *view.as_json(planned.estimate).items(),
     ]

@@ -135,6 +135,7 @@ def as_record(result: Found) -> dict[str, Any]:
             "data": c.plan.data_ranks,
             "accumulate": c.choice.accumulate,
             "recompute": c.choice.recompute,
+            "loss_chunks": c.choice.loss_chunks,
             "fits": result.fits(c),
             "peak_bytes": c.costs.memory.peak,
             "memory": {name: getattr(c.costs.memory, name) for name in _MEMORY},

@@ -1,0 +1,257 @@
+"""Find the part of a step graph between the last product before a loss and the product's gradients,
+such that it can be computed for some rows at a time.
+
+A language model's logits (rows x vocabulary) and their gradient are usually its largest tensors.
+All that needs them works by row, or sums over rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
+from trainload.capture.operators import is_overload
+from trainload.sharding.analysis.graph_nodes import arguments, ends
+from trainload.sharding.rewriting.row_layouts import (
+    Form,
+    Layout,
+    NotByRowError,
+    RowCall,
+    Space,
+    is_same_size,
+    leading,
+)
+from trainload.sharding.rewriting.row_rules import RowRules
+
+aten = torch.ops.aten
+_OF_ROWS = {aten.mm, aten.addmm}
+_PRODUCTS = {*_OF_ROWS, aten.bmm, aten.baddbmm, aten.convolution}
+
+
+CHUNK = "chunk"
+"""Key in `node.meta` of the nodes that compute a chunk, whose value is its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRegion:
+    """Nodes that are computed for some rows at a time.
+
+    Laws: no node outside lies between two of them; every tensor of rows that is wider than the
+    first product's operand is used inside only.
+
+    Attributes:
+        seed: the first product.
+        calls: the nodes, in the graph's order.
+        rules: rules for the number of rows.
+    """
+
+    seed: Node
+    calls: Mapping[Node, RowCall]
+    rules: RowRules
+
+
+def last_products(step: StepGraph) -> list[Node]:
+    """Return the products of rows and a matrix from which losses are computed without another
+    product, and that are not computed in chunks yet.
+    """
+    _, results = ends(step.module)
+    losses = [r for r, p in zip(results, step.outputs, strict=True) if p.role is Role.LOSS]
+    stack, reached, products = losses, set(losses), []
+    while stack:
+        node = stack.pop()
+        if _is_product(node):
+            if (
+                CHUNK not in node.meta
+                and node.target.overloadpacket in _OF_ROWS  # type: ignore[union-attr]  # an operator
+                and isinstance(node.meta["val"].shape[1], int)
+            ):
+                products.append(node)
+            continue
+        sources = [s for s in node.all_input_nodes if s not in reached]
+        reached.update(sources)
+        stack += sources
+    return products
+
+
+def _is_product(node: Node) -> bool:
+    return is_overload(node.target) and node.target.overloadpacket in _PRODUCTS
+
+
+def _operand(product: Node) -> Node:
+    """Return the product's operand with rows."""
+    operand = product.args[-2]
+    assert isinstance(operand, Node)
+    return operand
+
+
+def find_region(module: GraphModule, seed: Node) -> RowRegion:
+    """Return the region that begins with a product.
+
+    Args:
+        module: a graph with a node for each value.
+        seed: one of its `last_products`.
+
+    Raises:
+        NotByRowError: a node that needs the product's result, or a tensor as wide, does not work by
+            row; or such a tensor is a result of the graph.
+    """
+    return _Search(module, seed).run()
+
+
+class _Search:
+    def __init__(self, module: GraphModule, seed: Node) -> None:
+        self._nodes = list(module.graph.nodes)
+        self._place = {node: place for place, node in enumerate(self._nodes)}
+        self._seed = seed
+        count = seed.meta["val"].shape[0]
+        self._rules = RowRules(count, _selection(seed, count))
+        self._width = int(seed.meta["val"].shape[1])
+        self._operand_width = int(_operand(seed).meta["val"].shape[1])
+        self._calls: dict[Node, RowCall] = {}
+        self._known: dict[Node, Layout] = {}
+
+    def run(self) -> RowRegion:
+        self._add(self._seed, known={_operand(self._seed): Layout(Form.ROWS)})
+        self._add_users()
+        while between := self._between():
+            for node in between:
+                self._add(node)
+            self._add_users()
+        ordered = sorted(self._calls, key=self._place.__getitem__)
+        self._check_results()
+        return RowRegion(self._seed, {node: self._calls[node] for node in ordered}, self._rules)
+
+    def _check_results(self) -> None:
+        """Raise NotByRowError if a result that is needed outside cannot be put together."""
+        for node, call in self._calls.items():
+            if call.layout.form is Form.SUM or all(user in self._calls for user in node.users):
+                continue
+            if call.layout.form is not Form.ROWS:
+                raise NotByRowError(node, "is needed whole")
+            if self._rules.selection is not None and call.layout.space is Space.ALL:
+                raise NotByRowError(node, "is needed for rows that are not selected")
+
+    def _add(
+        self,
+        node: Node,
+        wanted: Layout | None = None,
+        known: Mapping[Node, Layout] | None = None,
+    ) -> None:
+        """Add a node, and first the wide tensors of rows that it needs."""
+        call = self._rules.call(node, self._known if known is None else known, wanted)
+        for operand, layout in call.operands.items():
+            if (
+                layout is not None
+                and operand not in self._known
+                and self._rules.width(operand.meta["val"], layout) > self._operand_width
+            ):
+                self._add(operand, layout)
+        self._calls[node] = call
+        self._known[node] = call.layout
+
+    def _is_wide(self, node: Node, layout: Layout) -> bool:
+        """Return True if a tensor of rows is as wide as the logits, and not the gradient of their
+        operand.
+        """
+        width = min(self._width, self._operand_width + 1)
+        return (
+            layout.form is not Form.SUM
+            and self._rules.width(node.meta["val"], layout) >= width
+            and (width > self._operand_width or node is self._seed or not _is_product(node))
+        )
+
+    def _add_users(self) -> None:
+        """Add all that reads a wide tensor of rows."""
+        for node in self._nodes[self._place[self._seed] :]:
+            if node not in self._calls and any(
+                source in self._calls
+                and (node.target is operator.getitem or self._is_wide(source, self._known[source]))
+                for source in node.all_input_nodes
+            ):
+                if node.op == "output":
+                    raise NotByRowError(node, "is a result of the graph")
+                self._add(node)
+
+    def _between(self) -> list[Node]:
+        """Return the nodes outside that lie between two of the region."""
+        after = set(self._calls)
+        first, last = (pick(map(self._place.__getitem__, after)) for pick in (min, max))
+        span = self._nodes[first : last + 1]
+        for node in span:
+            if not after.isdisjoint(node.all_input_nodes):
+                after.add(node)
+        before: set[Node] = set()
+        for node in reversed(span):
+            if node in self._calls or node in before:
+                before.update(node.all_input_nodes)
+        return [n for n in span if n in after and n in before and n not in self._calls]
+
+
+def _selection(product: Node, count: Any) -> Node | None:
+    """Return the first `slice` of a product's rows that drops some; None if there is none."""
+    stack, reached = [product], {product}
+    while stack:
+        node = stack.pop()
+        for user in sorted(set(node.users) - reached, key=lambda each: each.name):
+            if not is_overload(user.target):
+                continue
+            reached.add(user)
+            if user.target.overloadpacket is aten.slice and _drops_rows(user, count):
+                return user
+            value = user.meta.get("val")
+            if isinstance(value, Tensor) and _has_rows(value, count, node.meta["val"].numel()):
+                stack.append(user)
+    return None
+
+
+def _drops_rows(node: Node, count: Any) -> bool:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    lead = leading(before, count)
+    dim = arguments(node)["dim"] % len(before)
+    return lead is not None and dim < lead and not is_same_size(before[dim], after[dim])
+
+
+def _has_rows(value: Tensor, count: Any, elements: Any) -> bool:
+    return leading(value.shape, count) is not None and is_same_size(value.numel(), elements)
+
+
+def hoisted(region: RowRegion, placed: set[Node]) -> list[Node]:
+    """Return the nodes outside a region that it needs and that are not in `placed`, in order."""
+    needed: set[Node] = set()
+    stack = [s for node in region.calls for s in node.all_input_nodes if s not in region.calls]
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in placed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return list(_in_order(needed, region.seed))
+
+
+def _in_order(nodes: set[Node], any_node: Node) -> Iterator[Node]:
+    return (node for node in any_node.graph.nodes if node in nodes)
+
+
+def first_use(region: RowRegion) -> Node:
+    """Return the first node that uses a result of a region; the beginning of backward, at the
+    latest.
+    """
+    nodes: list[Node] = list(region.seed.graph.nodes)
+    return next(
+        node
+        for node in nodes
+        if node.op == "output"
+        or node.name == TANGENT
+        or (
+            node not in region.calls
+            and any(source in region.calls for source in node.all_input_nodes)
+        )
+    )

@@ -1,0 +1,289 @@
+"""Losses in chunks of rows have the values of whole ones, and logits are never whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.capture.jobs import job
+from tests.sharding import given
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainload.autograd_trace.derivation.aot import derive
+from trainload.autograd_trace.graphs import Role, StepGraph
+from trainload.capture.job.definition import Job, Loss
+from trainload.core.errors import PlanError
+from trainload.launching.node.determinism import deterministic
+from trainload.sharding.analysis.liveness import held
+from trainload.sharding.analysis.node_costs import flops
+from trainload.sharding.planner.plan_costs import sizes_of
+from trainload.sharding.rewriting.chunked_loss import Chunked, check_chunked, chunk_losses
+
+ROWS, POSITIONS, WIDTH, WORDS = 4, 6, 8, 40
+
+Batch = dict[str, Tensor]
+
+
+class Head(nn.Module):
+    """Embedding, one layer and an output layer: (rows, positions) -> logits (..., WORDS)."""
+
+    def __init__(self, *, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=bias)
+        self.prior = nn.Parameter(torch.zeros(WORDS))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.norm(torch.tanh(self.layer(self.embed(tokens))))
+        return found
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.head(self.hidden(tokens))
+        return found
+
+
+def flat(logits: Tensor, batch: Batch, **options: object) -> Tensor:
+    found: Tensor = functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), **options
+    )  # type: ignore[call-overload]
+    return found
+
+
+def usual(model: nn.Module, batch: Batch) -> Tensor:
+    return flat(model(batch["tokens"]), batch)
+
+
+def summed(model: nn.Module, batch: Batch) -> Loss:
+    count = (batch["labels"] != -100).sum()
+    return Loss(flat(model(batch["tokens"]), batch, reduction="sum") / count, weight=count)
+
+
+def smoothed(model: nn.Module, batch: Batch) -> Tensor:
+    return flat(model(batch["tokens"]), batch, label_smoothing=0.1)
+
+
+def weighted(model: nn.Module, batch: Batch) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, WORDS)
+    return flat(model(batch["tokens"]), batch, weight=weight)
+
+
+def masked_mean(model: nn.Module, batch: Batch) -> Tensor:
+    each = flat(model(batch["tokens"]), batch, reduction="none")
+    mask = (batch["labels"].flatten() != -100).float()
+    return (each * mask).sum() / mask.sum()
+
+
+def by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch["tokens"])
+    labels = batch["labels"].clamp_min(0)
+    picked = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return (logits.logsumexp(-1) - picked).mean()
+
+
+def with_z_loss(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch["tokens"])
+    return flat(logits, batch) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def soft_capped(model: nn.Module, batch: Batch) -> Tensor:
+    logits = 5 * torch.tanh(model(batch["tokens"]) / 5)
+    return flat(logits.float(), batch)
+
+
+def in_bfloat16(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(batch["tokens"])
+    return flat(logits.float(), batch)
+
+
+def one_hot(model: nn.Module, batch: Batch) -> Tensor:
+    targets = functional.one_hot(batch["labels"].clamp_min(0), WORDS).float()
+    return -(model(batch["tokens"]).log_softmax(-1) * targets).sum(-1).mean()
+
+
+def with_metrics(model: nn.Module, batch: Batch) -> Loss:
+    logits = model(batch["tokens"])
+    with torch.no_grad():
+        hits = (logits.argmax(-1) == batch["labels"]).float().mean()
+        best = (logits.topk(5, -1).indices == batch["labels"].unsqueeze(-1)).any(-1).float().mean()
+        entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+    metrics = {"accuracy": hits, "best of five": best, "entropy": entropy.mean()}
+    return Loss(flat(logits, batch), metrics=metrics)
+
+
+def with_prior(model: nn.Module, batch: Batch) -> Tensor:
+    prior: Tensor = model.prior  # type: ignore[assignment]
+    return flat(model(batch["tokens"]) + prior, batch)
+
+
+def distilled(model: nn.Module, batch: Batch) -> Tensor:
+    student = model(batch["tokens"]).log_softmax(-1)
+    with torch.no_grad():
+        teacher = functional.linear(batch["features"], model.embed.weight).log_softmax(-1)  # type: ignore[union-attr,arg-type]
+    return functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def without_the_last(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch["tokens"])[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+
+def shifted(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch["tokens"])[..., :-1, :].contiguous()
+    labels = batch["labels"][..., 1:].contiguous()
+    return functional.cross_entropy(logits.view(-1, WORDS), labels.view(-1))
+
+
+def classes_second(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch["tokens"]).transpose(1, 2), batch["labels"])
+
+
+def two_heads(model: nn.Module, batch: Batch) -> Tensor:
+    hidden = model.hidden(batch["tokens"])  # type: ignore[operator]
+    other = functional.linear(hidden, model.embed.weight)  # type: ignore[arg-type]
+    return flat(model.head(hidden), batch) + 0.3 * flat(other, batch)  # type: ignore[operator]
+
+
+def perplexity(model: nn.Module, batch: Batch) -> Tensor:
+    return usual(model, batch).exp()
+
+
+def centred(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch["tokens"])
+    return flat(logits - logits.mean((0, 1)), batch)
+
+
+LOSSES: dict[str, Callable[[nn.Module, Batch], Tensor | Loss]] = {
+    each.__name__: each
+    for each in (
+        usual,
+        summed,
+        smoothed,
+        weighted,
+        masked_mean,
+        by_hand,
+        with_z_loss,
+        soft_capped,
+        in_bfloat16,
+        one_hot,
+        with_metrics,
+        with_prior,
+        distilled,
+        without_the_last,
+        shifted,
+        classes_second,
+        two_heads,
+    )
+}
+WHOLE = {"perplexity": perplexity, "centred": centred}
+"""Losses whose gradient needs all rows."""
+
+
+def job_of(loss: Callable[[nn.Module, Batch], Tensor | Loss], **options: bool) -> Job:
+    torch.manual_seed(0)
+    labels = torch.randint(0, WORDS, (ROWS, POSITIONS))
+    labels[:, 0] = -100
+    batch = {
+        "tokens": torch.randint(0, WORDS, (ROWS, POSITIONS)),
+        "labels": labels,
+        "features": torch.randn(ROWS, POSITIONS, WIDTH),
+    }
+    return job(Head(**options), batch=batch, loss=loss)
+
+
+@functools.cache
+def captured(name: str) -> tuple[Job, list[Tensor], StepGraph]:
+    of = job_of((LOSSES | WHOLE)[name], bias=name == "smoothed", tied=name == "usual")
+    program, step = given.captured_step(of)
+    values = [given.value(p, of, dict(program.state), program.constants) for p in step.inputs]
+    return of, values, step
+
+
+@functools.cache
+def chunked(name: str, chunks: int) -> Chunked:
+    return chunk_losses(captured(name)[2], chunks)
+
+
+def results(step: StepGraph, inputs: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad(), deterministic():
+        found: list[Tensor] = step.module(*inputs)
+    return found
+
+
+@pytest.mark.parametrize(("chunks", "rows"), [(2, ROWS), (7, 3), (7, 1)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_chunks_has_the_results_of_a_whole_one(name: str, chunks: int, rows: int) -> None:
+    _, values, step = captured(name)
+    inputs = [
+        value[:rows] if port.role is Role.BATCH else value
+        for port, value in zip(step.inputs, values, strict=True)
+    ]
+    divided = chunked(name, chunks)
+    assert divided.products, divided.reasons
+    assert (divided.step.inputs, divided.step.outputs) == (step.inputs, step.outputs)
+    bound = 2e-2 if name == "in_bfloat16" else 2e-5
+    for port, whole, parts in zip(
+        step.outputs, results(step, inputs), results(divided.step, inputs), strict=True
+    ):
+        assert (whole.shape, whole.dtype) == (parts.shape, parts.dtype)
+        scale = whole.abs().max().item() + 1e-9
+        assert math.isclose((whole - parts).abs().max().item(), 0, abs_tol=bound * scale), port
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_logits_are_never_whole(name: str) -> None:
+    """No tensor has a whole batch of rows of the vocabulary's size."""
+    step = chunked(name, 2).step
+    whole = [
+        node
+        for node in step.module.graph.nodes
+        if isinstance(value := node.meta.get("val"), Tensor)
+        and any(size == WORDS for size in value.shape)
+        and value.numel() >= ROWS * (POSITIONS - 1) * WORDS
+    ]
+    assert not whole
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_loss_whose_gradient_needs_all_rows_stays_whole(name: str) -> None:
+    divided = chunked(name, 2)
+    assert divided.step is captured(name)[2]
+
+
+def test_a_plan_for_such_a_loss_is_rejected_with_the_reason() -> None:
+    with pytest.raises(PlanError, match="chunks of rows") as raised:
+        check_chunked(captured("perplexity")[2], 2, "train")
+    assert "needs a sum over all rows" in str(raised.value.got)
+
+
+def test_chunks_need_a_fraction_of_the_memory_of_the_logits() -> None:
+    def logits_at_the_peak(step: StepGraph) -> float:
+        rows = 512
+        peak = held(step.module, sizes_of(step.module, step.inputs, rows)).peak
+        return peak / (4 * rows * POSITIONS * WORDS)
+
+    whole, parts = captured("usual")[2], chunked("usual", 8).step
+    assert logits_at_the_peak(parts) < logits_at_the_peak(whole) - 2
+
+
+def test_nothing_is_computed_twice() -> None:
+    """All products of a chunked graph together have as many operations as those of a whole one."""
+
+    def operations(step: StepGraph) -> float:
+        return sum(flops(node) for node in step.module.graph.nodes)
+
+    whole, parts = captured("two_heads")[2], chunked("two_heads", 2).step
+    assert operations(parts) == operations(whole)
+
+
+def test_a_graph_without_gradients_is_divided_too() -> None:
+    of = job_of(usual)
+    program, _ = given.captured_step(of)
+    step = derive(program, "eval", torch.device("cpu"))
+    assert chunk_losses(step, 2).products == 1
