@@ -34,6 +34,14 @@ def number(size: Any, sizes: Sizes = EXAMPLE) -> int:
     return int(size.node.hint) if size.node.has_hint() else 0
 
 
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten._scaled_mm_v2}
+_GROUPED = {aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2}
+_FLEX = {"flex_attention": 2, "flex_attention_backward": 5}
+"""Higher-order operator -> its products. Blocks that its mask skips are counted, since data decide
+them.
+"""
+
+
 @functools.lru_cache(maxsize=4096)
 def _symbols(expression: Any) -> tuple[str, ...]:
     return tuple(sorted(map(str, expression.free_symbols)))
@@ -58,9 +66,16 @@ def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
     other.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-        left: Any = node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0]
+    left: Any
+    if packet in _PRODUCTS:
+        left = node.args[1 if packet in (aten.addmm, aten.baddbmm) else 0]
         return 2.0 * elements(node.meta["val"], sizes) * number(left.meta["val"].shape[-1], sizes)
+    if packet in _GROUPED:
+        return _grouped_flops(node, sizes)
+    if getattr(node.target, "__name__", "") in _FLEX:
+        query, key = (node.args[at].meta["val"] for at in (0, 1))  # type: ignore[union-attr]
+        products = _FLEX[node.target.__name__]  # type: ignore[union-attr]
+        return 2.0 * products * elements(query, sizes) * number(key.shape[2], sizes)
     if packet is aten.convolution:
         return (
             2.0
@@ -83,6 +98,19 @@ def flops(node: Node, sizes: Sizes = EXAMPLE) -> float:
         keys = number(args["key"].meta["val"].shape[2], sizes)
         return 2.0 * products * attended * elements(args["query"].meta["val"], sizes) * keys
     return 0.0
+
+
+def _grouped_flops(node: Node, sizes: Sizes) -> float:
+    """Return the operations of a product of matrices in groups.
+
+    If both operands are matrices, each group multiplies its own columns of the first one by its own
+    rows of the second one. Otherwise each element of the result has the operations of one product.
+    """
+    left, right = (node.args[at].meta["val"] for at in (0, 1))  # type: ignore[union-attr]
+    inner = number(left.shape[-1], sizes)
+    if left.ndim == right.ndim == 2:
+        return 2.0 * number(left.shape[0], sizes) * number(right.shape[1], sizes) * inner
+    return 2.0 * elements(node.meta["val"], sizes) * inner
 
 
 def elements(value: object, sizes: Sizes = EXAMPLE) -> float:

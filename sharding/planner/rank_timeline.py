@@ -135,8 +135,9 @@ def _kernel(
     """Return a node's seconds, the reason, its bytes and its operations."""
     if not _computes(node):
         return 0.0, "", 0.0, 0.0
+    products = flops(node, sizes)
     inner = [timeline(body, device, {}, sizes) for body in bodies_of(module, node).values()]
-    if inner:
+    if inner and not products:
         rounds = _rounds(node, sizes)
         slowest = max(inner, key=lambda each: each.seconds)
         return (
@@ -147,10 +148,8 @@ def _kernel(
         )
     moved = 0.0 if node in fused else bytes_of(node, sizes)
     moved += sum(bytes_of(source, sizes) for source in node.all_input_nodes if source not in fused)
-    products = flops(node, sizes)
-    rate = device.rate(_dtype(node)) * (
-        device.attention if "scaled_dot_product" in _name(node) else 1.0
-    )
+    is_attention = "scaled_dot_product" in _name(node) or "flex_attention" in _name(node)
+    rate = device.rate(_dtype(node)) * (device.attention if is_attention else 1.0)
     by_products, by_memory = products / rate, moved / device.memory_bytes_per_second
     launch = 0.0 if node in fused else device.kernel_seconds
     takes = max(by_products, by_memory)

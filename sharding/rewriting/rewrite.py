@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import ADDED, TANGENT, Port, Role, StepGraph
-from trainload.capture.operators import is_overload, is_seeded
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import (
     LazyGraphModule,
@@ -27,6 +26,7 @@ from trainload.sharding.analysis.graph_nodes import (
 )
 from trainload.sharding.plans.plan import DATA, REPLICATE, Bucket, Plan
 from trainload.sharding.rewriting.at_once import at_once
+from trainload.sharding.rewriting.weights import Weights
 
 aten = torch.ops.aten
 
@@ -183,7 +183,6 @@ class _Rewriter:
         self._placeholders, self._results = ends(step.module)
         self._body = [n for n in self._old if n.op not in ("placeholder", "output")]
         self._sharded = plan.shards_parameters and plan.shard_degree > 1
-        self._bucket_of = {s.parameter: (b, s) for b in plan.buckets for s in b.slots}
         self._parameter = {
             n: port.name
             for n, port in zip(self._placeholders, step.inputs, strict=True)
@@ -191,7 +190,9 @@ class _Rewriter:
         }
         self._mode = mode_of(self._placeholders)
         self._device = self._placeholders[0].meta["val"].device
-        lacking = sorted(set(self._parameter.values()) - set(self._bucket_of))
+        lacking = sorted(
+            set(self._parameter.values()) - {s.parameter for b in plan.buckets for s in b.slots}
+        )
         if lacking:
             raise PlanError(
                 "the plan has no place for a parameter of the graph",
@@ -204,30 +205,29 @@ class _Rewriter:
         backward_from = next(
             (i for i, n in enumerate(self._body) if n.name == TANGENT), len(self._body)
         )
-        derived = self._parameter_derived()
+        weights = Weights(
+            self._plan,
+            self._graph,
+            self._call,
+            self._parameter,
+            self._stored,
+            self._body,
+            self._results,
+        )
         copied = dict(self._other)
-        self._weights: dict[Node, Node] = {}
-        self._gathered: dict[str, Node] = {}
-        self._gathers_in_flight: dict[str, Node] = {}
         self._finished: dict[str, Node] = {}
-        launches = self._gather_schedule(0, backward_from, derived) if self._sharded else {}
-        if self._sharded:
-            # After the node that begins the backward part, so that a gather is in the part that
-            # needs it.
-            launches |= self._gather_schedule(backward_from + 1, len(self._body), derived)
+        launches = weights.gathers(0, backward_from)
         gradients = self._gradient_schedule()
         reduced: dict[str, Node] = {}
         for index, node in enumerate(self._body):
+            for gather in launches.get(index, ()):
+                weights.launch(gather)
+            if node not in weights:
+                copied[node] = self._copy(node, weights, copied)
             if index == backward_from and self._sharded:
-                self._gathered.clear()
-                self._weights.clear()
-            for name in launches.get(index, ()):
-                self._launch_gather(name)
-            if node not in derived:
-                for source in node.all_input_nodes:
-                    if source in derived or source in self._parameter:
-                        self._materialise(source)
-                copied[node] = self._copy(node, copied)
+                # After the node that begins the backward part, so that a gather is in the part that
+                # needs it.
+                launches = weights.gathers(backward_from + 1, len(self._body))
             for bucket in gradients.get(index, ()):
                 reduced[bucket.name] = self._launch_reduction(bucket, copied)
                 self._wait_for_earlier_reductions(reduced)
@@ -236,7 +236,7 @@ class _Rewriter:
             reduced[bucket.name] = self._launch_reduction(bucket, copied)
         for node in self._results:
             if node in self._parameter:
-                copied[node] = self._materialise(node)
+                copied[node] = weights.value(node)
         return self._finish(inputs, copied, reduced)
 
     # Inputs
@@ -273,108 +273,9 @@ class _Rewriter:
 
     # Parameters
 
-    def _parameter_derived(self) -> set[Node]:
-        """Return nodes that are computed from parameters only (casts, transposes).
-
-        They are computed separately for forward and for backward, so that no full weight is kept
-        from one to the other.
-        """
-        derived: set[Node] = set()
-        outputs = set(self._results)
-        for node in self._body:
-            sources = node.all_input_nodes
-            if (
-                sources
-                and all(s in derived or s in self._parameter for s in sources)
-                and node not in outputs
-                and is_overload(node.target)
-                and not is_seeded(node.target)
-                and not node.target._schema.is_mutable
-            ):
-                derived.add(node)
-        return derived
-
-    def _buckets_needed(self, node: Node, derived: set[Node]) -> set[str]:
-        """Return the buckets that a node needs, through derived nodes."""
-        buckets: set[str] = set()
-        stack = list(node.all_input_nodes)
-        while stack:
-            source = stack.pop()
-            if source in self._parameter:
-                buckets.add(self._bucket_of[self._parameter[source]][0].name)
-            elif source in derived:
-                stack.extend(source.all_input_nodes)
-        return buckets
-
-    def _gather_schedule(self, start: int, stop: int, derived: set[Node]) -> dict[int, list[str]]:
-        """Return index of a node -> buckets whose gather starts before it."""
-        first_use: dict[str, int] = {}
-        for index in range(start, stop):
-            if self._body[index] not in derived:
-                for name in sorted(self._buckets_needed(self._body[index], derived)):
-                    first_use.setdefault(name, index)
-        ordered = sorted(first_use, key=lambda name: (first_use[name], name))
-        launches: dict[int, list[str]] = {}
-        for number, name in enumerate(ordered):
-            ahead = number - self._plan.prefetch
-            launches.setdefault(first_use[ordered[ahead]] if ahead >= 0 else start, []).append(name)
-        return launches
-
-    def _launch_gather(self, name: str) -> None:
-        self._gathers_in_flight[name] = self._call(
-            torch.ops._c10d_functional.all_gather_into_tensor.default,
-            self._stored[name],
-            self._plan.shard_degree,
-            self._plan.shard_group,
-        )
-
-    def _full_bucket(self, name: str) -> Node:
-        if not self._sharded:
-            return self._stored[name]
-        if name not in self._gathered:
-            if name not in self._gathers_in_flight:
-                # a parameter that is an output: no operator of the graph uses it
-                self._launch_gather(name)
-            self._gathered[name] = self._call(
-                torch.ops._c10d_functional.wait_tensor.default, self._gathers_in_flight.pop(name)
-            )
-        return self._gathered[name]
-
-    def _materialise(self, node: Node) -> Node:
-        """Return the current phase's copy of a parameter or of a node derived from parameters."""
-        if node in self._weights:
-            return self._weights[node]
-        if node in self._parameter:
-            bucket, slot = self._bucket_of[self._parameter[node]]
-            flat = self._call(
-                aten.slice.Tensor,
-                self._full_bucket(bucket.name),
-                0,
-                slot.offset,
-                slot.offset + slot.length,
-            )
-            weight = self._call(aten.view.default, flat, list(slot.shape))
-            self._weights[node] = weight
-            return weight
-        stack = [node]
-        # not recursive: a chain over all parameters, such as a penalty's sum, is too long
-        while stack:
-            here = stack[-1]
-            missing = [s for s in here.all_input_nodes if s not in self._weights]
-            stack += [s for s in missing if s not in self._parameter]
-            for source in missing:
-                if source in self._parameter:
-                    self._materialise(source)
-            if not missing:
-                self._weights[here] = self._graph.node_copy(here, lambda n: self._weights[n])
-            if here in self._weights:
-                stack.remove(here)
-        return self._weights[node]
-
-    def _copy(self, node: Node, copied: dict[Node, Node]) -> Node:
-        return self._graph.node_copy(
-            node, lambda n: self._weights[n] if n in self._weights else copied[n]
-        )
+    def _copy(self, node: Node, weights: Weights, copied: dict[Node, Node]) -> Node:
+        values = {s: weights.value(s) for s in node.all_input_nodes if s in weights}
+        return self._graph.node_copy(node, lambda n: values[n] if n in values else copied[n])
 
     # Gradients
 
