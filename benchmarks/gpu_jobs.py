@@ -94,7 +94,8 @@ def schedule(step: int) -> float:
     return min(1.0, (step + 1) / WARM_UP)
 
 
-def _job(case: Case) -> trainload.Job:
+def build_job(case: Case) -> trainload.Job:
+    """Build the job of a model shape."""
     config = case.config
     dtype = torch.uint8 if config.vocabulary <= 256 else torch.int32
     return trainload.Job(
@@ -111,19 +112,19 @@ def _job(case: Case) -> trainload.Job:
 
 def demo() -> trainload.Job:
     """Build the demo's GPT, with its blocks in bfloat16."""
-    return _job(CASES["demo"])
+    return build_job(CASES["demo"])
 
 
 def gpt2() -> trainload.Job:
     """Build GPT-2 with 124M parameters, entirely in bfloat16."""
-    return _job(CASES["gpt2"])
+    return build_job(CASES["gpt2"])
 
 
 def gpt2_large_batch() -> trainload.Job:
     """Build GPT-2 with 64 rows in an update: more than 2**31 logits, if one device has them all."""
-    return _job(replace(CASES["gpt2"], rows=64))
+    return build_job(replace(CASES["gpt2"], rows=64))
 
 
 def tiny() -> trainload.Job:
     """Build a shape for machines without a GPU."""
-    return _job(CASES["tiny"])
+    return build_job(CASES["tiny"])

@@ -1,13 +1,14 @@
-"""Compare each rank's peak memory with the planner's estimate, with and without recomputation.
+"""Compare each rank's peak memory with the planner's estimate, with and without recomputation and
+chunks of the loss.
 
     python benchmarks/memory.py [--compiled] [--width 128] [--rows 32]
 
-A transformer (that of remat.py) is trained with one plan of each strategy by gloo processes on
-CPUs. Each process records all its allocations with torch's profiler, from before it has a parameter
-to the end of the third step: the greatest sum during the third step is its peak. Resident: the
-kernel's high-water mark of the process during that step, minus the resident set before the first
-parameter. The planner's estimate (trainload plan --device) is computed from the plan's graphs
-alone.
+A transformer (that of remat.py) and a language model with a large vocabulary are trained with one
+plan of each strategy by gloo processes on CPUs. Each process records all its allocations with
+torch's profiler, from before it has a parameter to the end of the third step: the greatest sum
+during the third step is its peak. Resident: the kernel's high-water mark of the process during that
+step, minus the resident set before the first parameter. The planner's estimate
+(trainload plan --device) is computed from the plan's graphs alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,20 @@ PLANS: dict[str, tuple[int, int, str | None, dict[str, Any]]] = {
     "pipeline 2 x zero1": (1, 4, "zero1", {"pipeline_ranks": 2, "accumulate": 4}),
 }
 """Number of nodes, devices per node, strategy, other options."""
-RECOMPUTES = ("job", "selective", "full")
+VARIANTS: tuple[dict[str, Any], ...] = tuple(
+    {"recompute": recompute} for recompute in ("job", "selective", "full")
+)
+LANGUAGE_PLANS = {
+    f"language model, {name}": PLANS[name] for name in ("single", "tensor 2", "pipeline 2")
+} | {"language model, zero3": (1, 2, "zero3", {})}
+LANGUAGE_VARIANTS: tuple[dict[str, Any], ...] = tuple({"loss_chunks": n} for n in (1, 8))
 EXPECTED = (
     "uncompiled within 3 %; compiled within 10 % without recomputation, and more than estimated"
     " with it, as remat.py has shown"
 )
 """Expectation, written before the first measurement."""
 BEGIN = "third step"
+VOCABULARY = 8192
 
 
 def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
@@ -101,10 +110,9 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
         with watched as recorded:
             engine = Engine(package, plan, rank, device, built)
             engine.held.load_package()
-            shape = (plan.rows_per_call, *case["shape"])
             for number in range(3):
                 draw = Draw(
-                    [Microbatch({"x": torch.randn(shape)}, 0) for _ in range(plan.accumulate)]
+                    [Microbatch(batch(torch, plan, case), 0) for _ in range(plan.accumulate)]
                 )
                 if number == 2:
                     memory.reset()
@@ -119,6 +127,24 @@ def rank_main(rank: int, case: dict[str, Any], folder: str) -> None:
         )
     dist.barrier()
     dist.destroy_process_group()
+
+
+def batch(torch: Any, plan: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of a call."""
+    shape = (plan.rows_per_call, *case["shape"])
+    if case["input"] == "tokens":
+        return {"tokens": torch.randint(0, VOCABULARY, shape, dtype=torch.int32)}
+    return {"x": torch.randn(shape)}
+
+
+def language_model(rows: int) -> Any:
+    """Build a job whose logits are its largest tensor."""
+    import gpu_jobs
+
+    config = gpu_jobs.Config(
+        vocabulary=VOCABULARY, context=64, layers=2, width=128, heads=4, dropout=0.0
+    )
+    return gpu_jobs.build_job(gpu_jobs.Case(config, rows, 1e-3, whole=False))
 
 
 def settle(graphs: Iterable[Any]) -> None:
@@ -202,45 +228,48 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRAINLOAD_STATE_DIR"] = str(Path(folder) / "state")
-        package = trainload.freeze(
-            make_job(True, options.width, options.rows), Path(folder) / "package.tl"
-        )
-        shape = package.manifest.data_inputs()["x"].shape[1:]
-        source = Source(package)
-        for plan_name, (nodes, devices, strategy, more) in PLANS.items():
-            for recompute in RECOMPUTES if options.only in plan_name else ():
+        for job, plans, variants in (
+            (lambda: make_job(True, options.width, options.rows), PLANS, VARIANTS),
+            (lambda: language_model(options.rows), LANGUAGE_PLANS, LANGUAGE_VARIANTS),
+        ):
+            chosen = {name: plan for name, plan in plans.items() if options.only in name}
+            if not chosen:
+                continue
+            package = trainload.freeze(job(), Path(folder) / f"{len(found)}.tl")
+            ((given, data),) = package.manifest.data_inputs().items()
+            source = Source(package)
+            for (plan_name, (nodes, devices, strategy, more)), variant in product(
+                chosen.items(), variants
+            ):
                 cluster = trainload.Cluster(nodes=nodes, devices_per_node=devices)
-                wanted = {
-                    "global_batch": options.rows,
-                    "bucket_bytes": 2**20,
-                    "recompute": recompute,
-                    **more,
-                }
+                wanted = {"global_batch": options.rows, "bucket_bytes": 2**20, **variant, **more}
                 plan = trainload.plan(package, cluster, strategy, **wanted)
                 estimated = costs_of(source, plan, read("h100"), compiled=options.compiled).memory
-                name = f"{plan_name}, {recompute}".replace(" ", "_")
+                label = ", ".join(map(str, variant.values()))
                 case = {
-                    "name": name,
+                    "name": f"{plan_name}, {label}".replace(" ", "_"),
                     "plan": plan.model_dump_json(),
                     "package": str(package.path),
                     "compiled": options.compiled,
+                    "input": given,
+                    "shape": list(data.shape[1:]),
                 }
-                case |= {"shape": list(shape)}
                 taken = measured(case, plan.world_size, Path(folder))
                 entry = {
                     "plan": plan_name,
-                    "recompute": recompute,
+                    **variant,
+                    "variant": label,
                     "estimated": estimated.tensors,
                     "at": estimated.at,
                     **taken,
                 }
                 entry["ratio"] = estimated.tensors / taken["peak"]
                 found.append(entry)
-                note(f"{name}: {entry['ratio']:.3f}")
-            source.forget()
+                note(f"{case['name']}: {entry['ratio']:.3f}")
+                source.forget()
     rows = [
         [
-            f"{e['plan']}, {e['recompute']}",
+            f"{e['plan']}, {e['variant']}",
             *(f"{e[k] / MIB:.1f}" for k in ("estimated", "peak", "resident")),
             f"{e['ratio']:.3f}",
         ]

@@ -55,7 +55,6 @@ from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
 from trainload.autograd_trace.recompute.hold import hold_back
-from trainload.capture.operators import is_collective
 from trainload.capture.source.patched import replaced
 from trainload.core.errors import raised
 
@@ -153,8 +152,7 @@ def _compile(
             stack.enter_context(stand_ins(groups))
             stack.enter_context(remembered_answers())
             stack.enter_context(_in_order())
-            if any(map(is_collective, module.graph.nodes)):
-                stack.enter_context(_as_planned())
+            stack.enter_context(_as_planned())
             stack.enter_context(dtype_rules_made_once())
             kernels = stack.enter_context(kernels_noted())
             if all(value.device.type == "cpu" for value in inputs):

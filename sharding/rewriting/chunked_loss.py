@@ -9,7 +9,8 @@ summed over chunks, in float32 at least.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +31,12 @@ from trainload.sharding.rewriting.row_region import (
     hoisted,
     last_products,
 )
-from trainload.sharding.rewriting.row_rules import MEAN_REDUCTION, NO_REDUCTION, SUM_REDUCTION
+from trainload.sharding.rewriting.row_rules import MEAN_REDUCTION, NO_REDUCTION, wide
 
 aten = torch.ops.aten
 
+_PRODUCT = "product"
+"""Key in `node.meta` of products whose results may be computed in chunks."""
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 
 
@@ -55,26 +58,34 @@ class Chunked:
 def chunk_losses(step: StepGraph, chunks: int) -> Chunked:
     """Return a step graph whose logits are computed in chunks of rows where that is possible.
 
-    Values change only by the order of sums over rows.
+    Values change only by the order and, in smaller dtypes, the precision of sums over rows.
 
     Args:
         step: step graph of one rank of the tensor axis.
         chunks: number of chunks, of as equal numbers of rows as possible.
     """
     done = 0
-    reasons: dict[str, str] = {}
+    reasons: list[str] = []
     simpler = _simplified(step)
-    while products := [p for p in last_products(simpler) if p.name not in reasons]:
+    for last in last_products(simpler):
+        last.meta[_PRODUCT] = last.name
+    while product := _next_product(simpler):
         try:
-            region = find_region(simpler.module, products[0])
+            simpler = _Chunks(simpler, find_region(simpler.module, product), chunks).run()
         except NotByRowError as error:
-            reasons[products[0].name] = str(error)
-            continue
-        simpler = _Chunks(simpler, region, chunks).run()
-        done += 1
+            del product.meta[_PRODUCT]
+            reasons.append(str(error))
+        else:
+            done += 1
     if not done and not reasons:
-        reasons[""] = "no loss is computed from a product of rows and a matrix"
-    return Chunked(simpler if done else step, done, tuple(reasons.values()))
+        reasons.append("no loss is computed from a product of rows and a matrix")
+    return Chunked(simpler if done else step, done, tuple(reasons))
+
+
+def _next_product(step: StepGraph) -> Node | None:
+    """Return the next product whose result may be computed in chunks, and is not yet."""
+    nodes: Iterable[Node] = step.module.graph.nodes
+    return next((n for n in nodes if _PRODUCT in n.meta and CHUNK not in n.meta), None)
 
 
 def check_chunked(step: StepGraph, chunks: int, where: str) -> None:
@@ -115,17 +126,19 @@ def _simplified(step: StepGraph) -> StepGraph:
         source: Any = node.args[0] if node.target is operator.getitem else None
         if node.target in _LOSSES and arguments(node)["reduction"] != NO_REDUCTION:
             totals[node] = _total_weight(node, copied, emit)
-            args = arguments(node) | {"reduction": SUM_REDUCTION}
+            args = arguments(node) | {"reduction": NO_REDUCTION}
             copied[node] = emit(
                 node.target,
                 *(copied[a] if isinstance(a, Node) else a for a in args.values()),
             )
-        elif source in totals and node.args[1] == 1:
-            copied[node] = totals[source]
         elif source in totals:
-            copied[node] = emit(operator.getitem, copied[source], 0)
-            if arguments(source)["reduction"] == MEAN_REDUCTION:
-                copied[node] = emit(aten.div.Tensor, copied[node], totals[source])
+            total = totals[source]
+            if node.args[1] == 0:
+                each = emit(operator.getitem, copied[source], 0)
+                total = emit(aten.sum.default, each, dtype=torch.float32)
+                if arguments(source)["reduction"] == MEAN_REDUCTION:
+                    total = emit(aten.div.Tensor, total, totals[source])
+            copied[node] = emit(aten._to_copy.default, total, dtype=node.meta["val"].dtype)
         elif node.target is aten.sym_size.int and isinstance(node.meta["val"], SymInt):
             tensor, dim = first[str(node.meta["val"].node.expr)]
             copied[node] = emit(aten.sym_size.int, tensor, dim)
@@ -142,7 +155,7 @@ def _simplified(step: StepGraph) -> StepGraph:
 def _total_weight(loss: Node, copied: dict[Node, Node], emit: Callable[..., Node]) -> Node:
     """Append the sum of the weights of a loss's targets."""
     args = arguments(loss)
-    target, dtype = copied[args["target"]], loss.meta["val"][1].dtype
+    target, dtype = copied[args["target"]], wide(loss.meta["val"][1].dtype)
     counted = emit(aten.ne.Scalar, target, args["ignore_index"])
     if args["weight"] is None:
         weights = emit(aten._to_copy.default, counted, dtype=dtype)
@@ -230,8 +243,17 @@ class _Chunks:
             )
 
     def _count(self) -> Node | int:
-        count = self._region.rules.count
-        return self._size(count) if isinstance(count, SymInt) else count
+        rules = self._region.rules
+        if not isinstance(rules.count, SymInt):
+            return int(rules.count)
+        if rules.selection is None:
+            return self._size(rules.count)
+        _, dims = self._selected_dims()
+        first, *others = self._shape(rules.selection.meta["val"].shape[:dims])
+        for size in others:
+            first = self.emit(operator.mul, first, size)
+        count: Node = first
+        return count
 
     def _bound(self, count: Node | int, index: int) -> Node | int:
         """Return the first row of a chunk."""
@@ -260,7 +282,7 @@ class _Chunks:
             value, lead = self.emit(aten.permute.default, value, [0, *range(2, ndim), 1]), ndim - 1
         if layout.space is not self._region.rules.computed:
             value, lead = self._select(value, lead)
-        rest = list(value.meta["val"].shape[lead:])
+        rest = self._shape(value.meta["val"].shape[lead:])
         return value if lead == 1 else self.emit(aten.reshape.default, value, [-1, *rest])
 
     def _select(self, value: Node, lead: int) -> tuple[Node, int]:
@@ -268,7 +290,7 @@ class _Chunks:
         selection = self._region.rules.selection
         assert selection is not None, "only a selection has other rows"
         source, dims = self._selected_dims()
-        rest = list(value.meta["val"].shape[lead:])
+        rest = self._shape(value.meta["val"].shape[lead:])
         value = self.emit(aten.reshape.default, value, [*self._shape(source.shape[:dims]), *rest])
         args = arguments(selection)
         return self.emit(
@@ -280,21 +302,19 @@ class _Chunks:
         selection = self._region.rules.selection
         assert selection is not None, "only a selection has other rows"
         source, dims = self._selected_dims()
-        rest = list(value.meta["val"].shape[1:])
+        rest = self._shape(value.meta["val"].shape[1:])
         kept = self._shape(selection.meta["val"].shape[:dims])
         value = self.emit(aten.view.default, value, [*kept, *rest])
         args = arguments(selection)
-        dim = args["dim"] % source.ndim
-        size = source.shape[dim]
-        start, end, step = args["start"] or 0, args["end"], args["step"]
+        end = sys.maxsize if args["end"] is None else args["end"]
         return self.emit(
             aten.slice_backward.default,
             value,
             [*self._shape(source.shape[:dims]), *rest],
-            dim,
-            start,
-            size if end is None else end,
-            step,
+            args["dim"],
+            args["start"] or 0,
+            end,
+            args["step"],
         )
 
     def _selected_dims(self) -> tuple[Tensor, int]:
@@ -339,13 +359,16 @@ class _Chunks:
         """Return a node with this size."""
         expression = str(size.node.expr)
         if expression not in self._sizes:
-            at, dim = next(
+            places = (
                 (node, dim)
                 for node in self._copied
                 if isinstance(node.meta.get("val"), Tensor)
                 for dim, own in enumerate(node.meta["val"].shape)
                 if isinstance(own, SymInt) and str(own.node.expr) == expression
             )
+            at, dim = next(places, (None, 0))
+            if at is None:
+                raise NotByRowError(self._region.seed, f"has rows of a size {expression}")
             self._sizes[expression] = self.emit(aten.sym_size.int, self._copied[at], dim)
         return self._sizes[expression]
 

@@ -19,6 +19,7 @@ from trainload.sharding.analysis.graph_nodes import LazyGraphModule, ends
 from trainload.sharding.analysis.liveness import Storages
 from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.plans.strategies import Recompute
+from trainload.sharding.rewriting.row_region import CHUNK
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _PARTS = 24
@@ -121,7 +122,11 @@ class _Forward:
             for s, span in self._spans.items()
             if any(span.first < cut <= span.last for cut in cuts)
         }
-        saved = {node for node in self._nodes if crossing.intersection(self._storages_of(node))}
+        saved = {
+            node
+            for node in self._nodes
+            if CHUNK in node.meta or crossing.intersection(self._storages_of(node))
+        }
         if keep_products:
             saved |= {
                 node

@@ -44,7 +44,7 @@ class Space(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a value depends on rows. `lead`: for ROWS, the number of dims that count them."""
+    """The dims of a value that count rows. `lead`: for ROWS, their number."""
 
     form: Form
     lead: int = 1

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
+from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES
 from trainload.capture.operators import is_overload
 from trainload.sharding.analysis.graph_nodes import arguments, ends
 from trainload.sharding.rewriting.row_layouts import (
@@ -59,25 +60,32 @@ class RowRegion:
 
 def last_products(step: StepGraph) -> list[Node]:
     """Return the products of rows and a matrix from which losses are computed without another
-    product, and that are not computed in chunks yet.
+    product, and the recomputations of these in backward.
+
+    Products much narrower than the widest are left out, such as the scores of a router.
     """
     _, results = ends(step.module)
     losses = [r for r, p in zip(results, step.outputs, strict=True) if p.role is Role.LOSS]
-    stack, reached, products = losses, set(losses), []
+    stack, reached = losses, set(losses)
+    products: list[Node] = []
     while stack:
         node = stack.pop()
         if _is_product(node):
-            if (
-                CHUNK not in node.meta
-                and node.target.overloadpacket in _OF_ROWS  # type: ignore[union-attr]  # an operator
-                and isinstance(node.meta["val"].shape[1], int)
-            ):
-                products.append(node)
+            products.append(node)
             continue
         sources = [s for s in node.all_input_nodes if s not in reached]
         reached.update(sources)
         stack += sources
-    return products
+    names = {node.name for node in products}
+    products += [n for n in step.module.graph.nodes if n.meta.get(RECOMPUTES) in names]
+    candidates = [
+        node
+        for node in products
+        if node.target.overloadpacket in _OF_ROWS  # type: ignore[union-attr]  # an operator
+        and isinstance(node.meta["val"].shape[1], int)
+    ]
+    widest = max((node.meta["val"].shape[1] for node in candidates), default=0)
+    return [node for node in candidates if 2 * node.meta["val"].shape[1] >= widest]
 
 
 def _is_product(node: Node) -> bool:
@@ -146,15 +154,26 @@ class _Search:
     ) -> None:
         """Add a node, and first the wide tensors of rows that it needs."""
         call = self._rules.call(node, self._known if known is None else known, wanted)
+        if wanted is not None and call.layout != wanted:
+            raise NotByRowError(node, "has its rows in other dims than needed")
         for operand, layout in call.operands.items():
             if (
                 layout is not None
                 and operand not in self._known
                 and self._rules.width(operand.meta["val"], layout) > self._operand_width
             ):
-                self._add(operand, layout)
+                self._add_operand(operand, layout)
         self._calls[node] = call
         self._known[node] = call.layout
+
+    def _add_operand(self, operand: Node, layout: Layout) -> None:
+        """Add a wide operand, if it can be computed by row; otherwise it is sliced, as others."""
+        before = dict(self._calls), dict(self._known)
+        try:
+            if operand.op != "placeholder":
+                self._add(operand, layout)
+        except NotByRowError:
+            self._calls, self._known = before
 
     def _is_wide(self, node: Node, layout: Layout) -> bool:
         """Return True if a tensor of rows is as wide as the logits, and not the gradient of their
@@ -215,9 +234,14 @@ def _drops_rows(node: Node, count: Any) -> bool:
     source = node.args[0]
     assert isinstance(source, Node)
     before, after = source.meta["val"].shape, node.meta["val"].shape
-    lead = leading(before, count)
-    dim = arguments(node)["dim"] % len(before)
-    return lead is not None and dim < lead and not is_same_size(before[dim], after[dim])
+    lead, args = leading(before, count), arguments(node)
+    dim = args["dim"] % len(before)
+    return (
+        lead is not None
+        and dim < lead
+        and not is_same_size(before[dim], after[dim])
+        and not any(isinstance(bound, Node) for bound in args.values() if bound is not source)
+    )
 
 
 def _has_rows(value: Tensor, count: Any, elements: Any) -> bool:
@@ -242,12 +266,12 @@ def _in_order(nodes: set[Node], any_node: Node) -> Iterator[Node]:
 
 def first_use(region: RowRegion) -> Node:
     """Return the first node that uses a result of a region; the beginning of backward, at the
-    latest.
+    latest, for a region that begins in forward.
     """
     nodes: list[Node] = list(region.seed.graph.nodes)
     return next(
         node
-        for node in nodes
+        for node in nodes[nodes.index(region.seed) :]
         if node.op == "output"
         or node.name == TANGENT
         or (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ _LOSSES = {
     aten.nll_loss2d_backward: aten.nll_loss_backward.default,
 }
 """Negative log likelihood -> the same for (rows, classes)."""
-NO_REDUCTION, MEAN_REDUCTION, SUM_REDUCTION = range(3)
+NO_REDUCTION, MEAN_REDUCTION = range(2)
 """Values of torch.nn.functional._Reduction."""
 
 
@@ -128,7 +129,7 @@ class RowRules:
             raise NotByRowError(node, "has no rule for rows")
         packet: Any = node.target.overloadpacket
         if packet in (aten.mm, aten.addmm):
-            return self._product(node, known)
+            return self._product(node, known, wanted)
         if packet in _FILLED:
             return self._filled(node, wanted)
         if packet in _LOSSES:
@@ -139,12 +140,12 @@ class RowRules:
         if packet in _TRANSPOSING:
             return self._transposed(node, layout, is_operand=wanted is None)
         if packet is aten.expand:
-            return self._expanded(node, layout)
+            return self._expanded(node, layout, is_operand=wanted is None)
         if packet in _SLICING:
             if _keeps_shape(node):
                 return self._same(node, layout)
             if self._is_selection(node):
-                return self._selected(node, layout)
+                return self._selected(node, layout, is_operand=wanted is None)
         if packet in (aten.sum, aten.mean) and _sums_rows(node, layout):
             return self._summed(node, layout)
         if layout.space is Space.PADDED and not _maps_zero_to_zero(node, known):
@@ -177,6 +178,7 @@ class RowRules:
         if not is_same_size(product_of(shape[d] for d in rows), self._counts[layout.space]):
             raise NotByRowError(node, "changes the number of rows")
         operands: dict[Node, Layout | None] = {}
+        is_transposed = layout.form is Form.TRANSPOSED
         for each in _tensors(node):
             own = each.meta["val"].shape
             sizes = [(own[d - len(shape)], shape[d]) for d in rows if d >= len(shape) - len(own)]
@@ -191,8 +193,8 @@ class RowRules:
 
         def make(emit: Emit, part: ValueOf) -> Node:
             def value(each: Node) -> Node:
-                if each not in operands or operands[each] is not None:
-                    return part(each)
+                if each not in operands or operands[each] is not None or is_transposed:
+                    return part(each)  # the last dim of a transposed part counts its rows
                 own = each.meta["val"].shape
                 first = len(shape) - len(own)
                 rest = [s for d, s in enumerate(own, first) if d not in rows]
@@ -211,7 +213,7 @@ class RowRules:
         rows = row_dims(layout, first.ndim)
         dims = args.get("dim")
         listed = [d % first.ndim for d in _as_list(dims)]
-        if not listed or any(d in rows for d in listed):
+        if not listed or any(d in rows for d in listed) or layout.form is Form.TRANSPOSED:
             raise NotByRowError(node, "works along the rows")
         for each in _tensors(node):
             shape = each.meta["val"].shape
@@ -244,23 +246,23 @@ class RowRules:
         own = [0, *(1 if layout.form is Form.CHANNELS else d - layout.lead + 1 for d in others)]
         is_mean = node.target.overloadpacket is aten.mean  # type: ignore[union-attr]
         dtype = node.meta["val"].dtype
-        if any(isinstance(size, SymInt) for size in shape):
-            raise NotByRowError(node, "has a result of a size that depends on the batch")
+        if any(isinstance(size, SymInt) for size in (*shape, *(value.shape[d] for d in others))):
+            raise NotByRowError(node, "sums over, or has, a size that depends on the batch")
         if layout.space is not self.computed and (is_mean or layout.space is Space.ALL):
             raise NotByRowError(node, "sums over rows that are not selected")
 
         def make(emit: Emit, part: ValueOf) -> Node:
-            total = emit(aten.sum.dim_IntList, part(source), own, dtype=_wide(dtype))
+            total = emit(aten.sum.dim_IntList, part(source), own, dtype=wide(dtype))
             return emit(aten.reshape.default, total, shape)
 
         added = math.prod(int(value.shape[d]) for d in others)
         return RowCall(Layout(Form.SUM), {source: layout}, make, averaged=added if is_mean else 0)
 
-    def _product(self, node: Node, known: Mapping[Node, Layout]) -> RowCall:
+    def _product(self, node: Node, known: Mapping[Node, Layout], wanted: Layout | None) -> RowCall:
         """Mm or addmm: of rows and a matrix, or of two tensors of rows, which sums over rows."""
         *bias, left, right = _tensors(node)
         layouts = [known[each] for each in (left, right) if each in known]
-        space = layouts[0].space if layouts else self.computed
+        space = layouts[0].space if layouts else wanted.space if wanted else self.computed
         rows, transposed = Layout(Form.ROWS, 1, space), Layout(Form.TRANSPOSED, 1, space)
         if right not in known and known.get(left, rows) == rows:
             if any(b in known or b.meta["val"].ndim > 1 for b in bias) or (
@@ -358,22 +360,26 @@ class RowRules:
             map(is_same_size, before if is_slice else after, whole)
         )
 
-    def _selected(self, node: Node, layout: Layout) -> RowCall:
+    def _selected(self, node: Node, layout: Layout, *, is_operand: bool) -> RowCall:
         source = _tensors(node)[0]
         before, after = (
             (Space.ALL, Space.SELECTED)
             if node.target is aten.slice.Tensor
             else (Space.SELECTED, Space.PADDED)
         )
-        if layout.form is not Form.ROWS or layout.space is not before:
+        if layout.form is not Form.ROWS or layout.space is not (before if is_operand else after):
             raise NotByRowError(node, "selects rows among those that are selected")
         return RowCall(
-            Layout(Form.ROWS, layout.lead, after), {source: layout}, lambda _, part: part(source)
+            replace(layout, space=after),
+            {source: replace(layout, space=before)},
+            lambda _, part: part(source),
         )
 
-    def _expanded(self, node: Node, layout: Layout) -> RowCall:
+    def _expanded(self, node: Node, layout: Layout, *, is_operand: bool) -> RowCall:
         """Repeat a value within each row, or one value for all rows."""
         (source,) = _tensors(node)
+        if layout.form is Form.TRANSPOSED:
+            raise NotByRowError(node, "repeats rows")
         before, after = source.meta["val"].shape, node.meta["val"].shape
         rows = row_dims(layout, len(after))
         first = len(after) - len(before)
@@ -387,7 +393,7 @@ class RowRules:
                 {source: layout},
                 lambda emit, part: emit(aten.expand.default, part(source), [-1, *rest]),
             )
-        if not all(is_same_size(size, 1) for size, _ in pairs):
+        if is_operand or not all(is_same_size(size, 1) for size, _ in pairs):
             raise NotByRowError(node, "repeats rows")
         own = [s for d, s in enumerate(before, first) if d not in rows]
 
@@ -429,14 +435,13 @@ class RowRules:
         rows = Layout(Form.ROWS, ndim - 1, space)
         if ndim == 1 or known.get(scores, layout) != layout:
             raise NotByRowError(node, "aligns rows with other dims")
-        if is_forward and args["reduction"] == MEAN_REDUCTION:
-            raise NotByRowError(node, "divides by a weight of all rows")
+        assert each_row or not is_forward, "sums over rows are apart"
         operands: dict[Node, Layout | None] = {scores: layout, target: rows}
         operands |= {args["weight"]: None} if args["weight"] is not None else {}
         if not is_forward:
             operands |= {args["total_weight"]: None}
             operands |= {args["grad_output"]: rows if each_row else None}
-        result = layout if not is_forward else rows if each_row else Layout(Form.SUM)
+        result = rows if is_forward else layout
         values = list(args.values())
         return RowCall(
             result,
@@ -541,6 +546,6 @@ def _by_name(node: Node, args: Mapping[str, Any]) -> Callable[[Emit, ValueOf], N
     return make
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of a dtype are added."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

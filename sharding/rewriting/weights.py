@@ -20,8 +20,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 Gather = tuple[str, torch.dtype]
 """(bucket, dtype): a bucket that is gathered in a dtype."""
-_MOST = 0.5
-"""A bucket is converted at once if more than this part of it is converted to the dtype."""
+_CONVERTED_AT_ONCE = 0.5
+"""A bucket is converted as a whole if more than this part of it is."""
 
 
 class Weights:
@@ -120,6 +120,7 @@ class Weights:
         """Choose the dtype in which each bucket is gathered for a part of the body, and the buckets
         that are converted at once.
         """
+        self._converted.clear()
         needed: dict[str, dict[torch.dtype, set[Slot]]] = {}
         buckets: dict[str, Bucket] = {}
         for index in range(start, stop):
@@ -135,7 +136,8 @@ class Weights:
                 (name, dtype)
                 for dtype, converted in slots.items()
                 if dtype != own
-                and sum(slot.length for slot in converted) > _MOST * buckets[name].length
+                and sum(slot.length for slot in converted)
+                > _CONVERTED_AT_ONCE * buckets[name].length
             }
 
     def _needed(self, index: int) -> Iterator[tuple[Bucket, Slot, torch.dtype]]:
@@ -144,9 +146,12 @@ class Weights:
         """
         if self._body[index] in self.derived:
             return
-        stack = list(self._body[index].all_input_nodes)
+        stack, seen = list(self._body[index].all_input_nodes), set[Node]()
         while stack:
             source = stack.pop()
+            if source in seen:
+                continue
+            seen.add(source)
             if source in self._parameters:
                 yield (*self._slots[self._parameters[source]], source.meta["val"].dtype)
             elif (parameter := self._converts(source)) is not None:
@@ -156,7 +161,8 @@ class Weights:
 
     def _converts(self, node: Node) -> Node | None:
         """Return the parameter that a node converts to another dtype, or None."""
-        if node.target is not aten._to_copy.default or {*node.kwargs} != {"dtype"}:
+        is_conversion = node.target is aten._to_copy.default and {*node.kwargs} == {"dtype"}
+        if not is_conversion or node not in self.derived:
             return None
         source = node.args[0]
         return source if isinstance(source, Node) and source in self._parameters else None

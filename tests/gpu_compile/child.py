@@ -51,6 +51,8 @@ _STAGES = ("make_ttir", "make_ttgir", "make_llir", "make_ptx", "make_cubin")
 _WIDE = r"tl\.program_id\(0\)\.to\(tl\.int64\)"
 """Beginning of a kernel that indexes in 64 bits."""
 _DEFINITION = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
+_NAME = 150
+"""Number of characters of a kernel's name in the name of its file."""
 _STEPS = 4
 """The first step creates state and tunes kernels; the last one is counted."""
 
@@ -174,9 +176,9 @@ def _configurations(kernels: Sequence[Path], codes: Sequence[str]) -> dict[str, 
     """Return the names of reductions of which there are more kernels than definitions: they were
     compiled in several configurations.
     """
-    compiled = Counter(file.stem for file in kernels)
+    compiled = Counter(file.stem[:_NAME] for file in kernels)
     definitions = {found.groups() for code in codes for found in _DEFINITION.finditer(code)}
-    defined = Counter(str(name) for name, _ in definitions)
+    defined = Counter(str(name)[:_NAME] for name, _ in definitions)
     return {
         name: number
         for name, number in compiled.items()
@@ -261,8 +263,10 @@ def dry(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
         draw = Draw([Microbatch(batch, 0)] * plan.accumulate)
         with _WithoutLibraries():  # type: ignore[no-untyped-call]
             for number in range(_STEPS):
+                torch.cuda.reset_peak_memory_stats()
                 before, began = list(counts), time.perf_counter()
                 engine.step(number, [draw])
+                found["peak_bytes"] = torch.cuda.max_memory_allocated()
                 found["step"] = {
                     name: after - earlier
                     for name, after, earlier in zip(COUNTED, counts, before, strict=True)

@@ -74,7 +74,17 @@ CASES = {
         },
         runs=True,
     ),
-    "gpt2": Case("benchmarks", "gpu_jobs", "gpt2", {"zero3x16": PlanOptions("zero3")}, runs=True),
+    "gpt2": Case(
+        "benchmarks",
+        "gpu_jobs",
+        "gpt2",
+        {
+            "zero3x16": PlanOptions("zero3"),
+            "single": PlanOptions("single", 1, 1),
+            "loss-in-chunks": PlanOptions("single", 1, 1, {"loss_chunks": 8}),
+        },
+        runs=True,
+    ),
     "gpt2-64-rows": Case(
         "benchmarks",
         "gpu_jobs",

@@ -23,11 +23,15 @@ from rich.console import Console
 from rich.table import Table
 from tests.gpu_compile.jobs import CASES, ROOT
 
+import trainload
 from trainload.launching.described.described_gpu import MODE, described, environment_with
 from trainload.sharding.planner.device import DeviceProfile
+from trainload.sharding.planner.plan_source import Source
+from trainload.sharding.planner.search import costs_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-compile.json"
 _SECONDS = 1800.0
+_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ def examined(gpu: DeviceProfile, name: str, scratch: Path) -> dict[str, Any]:
         verbs: dict[str, Any] = {"compile": place.child("compile"), "load": place.child("load")}
         if CASES[name].runs and "pipeline" not in plan:
             verbs["dry"] = place.child("dry", dry=True)
+            verbs["estimated_peak_bytes"] = estimated_peak(place)
         verbs["wrong"] = wrong(gpu, verbs, wide=wanted.wide)
         del verbs["compile"]["folder"]
         found[plan] = verbs
@@ -131,17 +136,24 @@ def examined(gpu: DeviceProfile, name: str, scratch: Path) -> dict[str, Any]:
     return found
 
 
+def estimated_peak(place: Place) -> int:
+    """Return the planner's estimate of the memory of a rank's tensors, in bytes."""
+    plan = trainload.Plan.model_validate_json(place.plan.read_bytes())
+    return costs_of(Source(trainload.open(place.package)), plan, place.gpu).memory.tensors
+
+
 def table(found: dict[str, dict[str, Any]]) -> Table:
     """Return a table of what was found."""
     columns = (
         *("job, plan", "kernels", "compile s", "load s", "launches a step", "host waits"),
-        *("copies to, from the GPU", "layer's buckets together", "wrong"),
+        *("copies to, from the GPU", "peak, estimated MiB", "layer's buckets together", "wrong"),
     )
     shown = Table(*columns)
     for name, plans in found.items():
         for plan, verbs in plans.items():
             made, step = verbs["compile"], verbs.get("dry", {}).get("step")
             spent = sum(s for stage, s in made["seconds"].items() if stage.startswith("compile"))
+            peak = verbs.get("dry", {}).get("peak_bytes")
             copies = f"{step['copies_to_gpu']}, {step['copies_from_gpu']}" if step else "-"
             shown.add_row(
                 f"{name}, {plan}",
@@ -151,6 +163,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
                 str(step["launches"]) if step else "-",
                 str(step["waits"]) if step else "-",
                 copies,
+                f"{peak / _MIB:,.0f}, {verbs['estimated_peak_bytes'] / _MIB:,.0f}" if peak else "-",
                 "yes" if any(made["together"].values()) else "no",
                 str(len(verbs["wrong"])),
             )

@@ -132,6 +132,7 @@ plan_file_option = click.option(
     "--prefetch",
     type=click.IntRange(min=0),
     metavar="N",
+    hidden=True,  # the help of the others fills a screen; docs/plans.md has it
     help="Buckets gathered ahead. Default: 1.",
 )
 @settings_option
