@@ -397,4 +397,40 @@ TRAINING: tuple[Mutation, ...] = (
         "../autograd_trace/outlining/test_fold.py"
         "::test_parts_and_collections_are_compared_by_what_they_are",
     ),
+    Mutation(
+        3,
+        "the gradient of an output layer in chunks is that of the last chunk",
+        "sharding/rewriting/chunked_loss.py",
+        "        return value if total is None else self(aten.add.Tensor, total, value)\n",
+        "        return value\n",
+        "../sharding/rewriting/test_chunked_loss.py"
+        "::test_a_loss_in_chunks_has_the_results_of_a_whole_one[in_bfloat16-2-4]",
+    ),
+    Mutation(
+        3,
+        "rows in chunks may need what is a sum over all rows",
+        "sharding/rewriting/row_rules.py",
+        "        if any(each.form is Form.SUM for each in layouts):\n",
+        "        if False:\n",
+        "../sharding/rewriting/test_chunked_loss.py"
+        "::test_a_plan_for_such_a_loss_is_rejected_with_the_reason",
+    ),
+    Mutation(
+        3,
+        "a value of forward that an earlier stage's backward needs is not sent",
+        "sharding/pipeline/stages.py",
+        "        for_backward += [n for n in below if n in computed and n not in for_backward]\n",
+        "",
+        "../sharding/pipeline/test_stages.py"
+        "::test_stages_compute_a_gradient_that_forward_has_computed[whole]",
+    ),
+    Mutation(
+        3,
+        "a bucket is gathered in bfloat16 although a norm needs it in float32",
+        "sharding/rewriting/weights.py",
+        "            smaller = not others and first.itemsize < own.itemsize\n",
+        "            smaller, first = True, min(slots, key=lambda each: each.itemsize)\n",
+        "../sharding/rewriting/test_bucket_weights.py"
+        "::test_a_bucket_that_is_needed_in_both_dtypes_is_gathered_once_and_then_converted",
+    ),
 )

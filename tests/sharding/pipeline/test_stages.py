@@ -22,6 +22,7 @@ from trainload.core.errors import PlanError
 from trainload.launching.node.determinism import deterministic
 from trainload.sharding.pipeline.balance import choose_stages
 from trainload.sharding.pipeline.stages import Part, Stages, cut
+from trainload.sharding.rewriting.local_step import Local, completed
 from trainload.sharding.rewriting.rewrite import BETWEEN
 
 aten = torch.ops.aten
@@ -126,6 +127,18 @@ def test_stages_compute_what_the_graph_computes(case: str, count: int, halves: b
         wanted, found = captured(case).whole(), run(case, count, halves=halves)
     assert set(found) == set(wanted)
     for port, result in wanted.items():
+        assert torch.equal(found[port], result), port
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
+def test_stages_compute_a_gradient_that_forward_has_computed(halves: bool) -> None:
+    """The last stage's forward computes the gradients of logits in chunks."""
+    case, (_, homes) = captured("gpt"), stages_of("gpt", 2)
+    step = completed(case.step, Local(loss_chunks=3))
+    with deterministic():
+        wanted = step.module(*map(case.value, step.inputs))
+        found = run("gpt", 2, halves=halves, stages=cut(step, homes, 2))
+    for port, result in zip(step.outputs, wanted, strict=True):
         assert torch.equal(found[port], result), port
 
 
