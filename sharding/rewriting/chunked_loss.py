@@ -135,7 +135,7 @@ def _simplified(step: StepGraph) -> StepGraph:
             total = totals[source]
             if node.args[1] == 0:
                 each = emit(operator.getitem, copied[source], 0)
-                total = emit(aten.sum.default, each, dtype=torch.float32)
+                total = emit(aten.sum.default, each, dtype=wide(node.meta["val"].dtype))
                 if arguments(source)["reduction"] == MEAN_REDUCTION:
                     total = emit(aten.div.Tensor, total, totals[source])
             copied[node] = emit(aten._to_copy.default, total, dtype=node.meta["val"].dtype)

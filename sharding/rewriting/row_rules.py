@@ -173,6 +173,8 @@ class RowRules:
         )
 
     def _elementwise(self, node: Node, layout: Layout, known: Mapping[Node, Layout]) -> RowCall:
+        if not isinstance(node.meta["val"], Tensor):
+            raise NotByRowError(node, "has several results")
         shape = node.meta["val"].shape
         rows = row_dims(layout, len(shape))
         if not is_same_size(product_of(shape[d] for d in rows), self._counts[layout.space]):

@@ -43,8 +43,9 @@ one process that has four microbatches.
 """
 
 
-BESIDE = """The same for plans that divide the positions of a row, or experts, among ranks.
-A number in brackets stands for a plan that is rejected with the message below the table."""
+BESIDE = """The same for plans that divide the positions of a row, or experts, among ranks, and for
+plans whose loss is computed in three chunks of rows. A number in brackets stands for a plan that is
+rejected with the message below the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Axes:
 
 
 PIPED = {"pipeline_ranks": 2, "accumulate": 4}
+CHUNKED = {"loss_chunks": 3}
 STRATEGIES = {
     "ZeRO-0": Axes("zero0"),
     "ZeRO-1": Axes("zero1"),
@@ -85,6 +87,8 @@ SHARED = {
     "TP 2, sequence": Axes(None, options={"tensor_ranks": 2, "divide": "sequence"}),
     "context 2": Axes(None, options={"tensor_ranks": 2, "divide": "context"}),
     "experts 2": Axes(None, options={"tensor_ranks": 2, "divide": "expert"}),
+    "ZeRO-3, chunks": Axes("zero3", options=CHUNKED),
+    "TP 2, chunks": Axes(None, options={"tensor_ranks": 2, **CHUNKED}),
     "PP 2 x context 2": Axes(
         None, devices=4, options={**PIPED, "tensor_ranks": 2, "divide": "context"}
     ),

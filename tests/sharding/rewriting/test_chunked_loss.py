@@ -183,6 +183,10 @@ def in_float16(model: nn.Module, batch: Batch) -> Tensor:
         return flat(model(batch["tokens"]), batch)
 
 
+def in_float64(model: nn.Module, batch: Batch) -> Tensor:
+    return flat(model(batch["tokens"]).double(), batch)
+
+
 def two_heads(model: nn.Module, batch: Batch) -> Tensor:
     hidden = model.hidden(batch["tokens"])  # type: ignore[operator]
     other = functional.linear(hidden, model.embed.weight)  # type: ignore[arg-type]
@@ -223,9 +227,17 @@ LOSSES: dict[str, Callable[[nn.Module, Batch], Tensor | Loss]] = {
         transposed,
         checkpointed,
         in_float16,
+        in_float64,
         two_heads,
     )
 }
+
+
+DIFFERENT = (
+    *("with_metrics", "in_bfloat16", "with_z_loss", "of_sequences", "shifted"),
+    *("classes_second", "of_a_given_teacher", "checkpointed", "two_heads"),
+)
+"""Losses that together need most of the rules."""
 
 
 def of_every_pair(model: nn.Module, batch: Batch) -> Tensor:
@@ -270,6 +282,7 @@ def results(step: StepGraph, inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.matrix(when=lambda name, chunks, rows: name in DIFFERENT and chunks <= rows + 4)
 @pytest.mark.parametrize(("chunks", "rows"), [(2, ROWS), (7, 3), (7, 1)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_in_chunks_has_the_results_of_a_whole_one(name: str, chunks: int, rows: int) -> None:
@@ -290,6 +303,7 @@ def test_a_loss_in_chunks_has_the_results_of_a_whole_one(name: str, chunks: int,
         assert math.isclose((whole - parts).abs().max().item(), 0, abs_tol=bound * scale), port
 
 
+@pytest.mark.matrix(when=lambda name: name in DIFFERENT)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_logits_are_never_whole(name: str) -> None:
     """No tensor has a whole batch of rows of the vocabulary's size."""
@@ -327,6 +341,13 @@ def test_chunks_need_a_fraction_of_the_memory_of_the_logits() -> None:
 
     whole, parts = captured("usual")[2], chunked("usual", 8).step
     assert logits_at_the_peak(parts) < logits_at_the_peak(whole) - 2
+
+
+def test_a_loss_in_float64_is_summed_in_float64() -> None:
+    _, inputs, step = captured("in_float64")
+    whole, parts = (results(each, inputs) for each in (step, chunked("in_float64", 2).step))
+    place = next(at for at, port in enumerate(step.outputs) if port.role is Role.LOSS)
+    assert math.isclose(whole[place].item(), parts[place].item(), rel_tol=1e-14)
 
 
 def test_nothing_is_computed_twice() -> None:
