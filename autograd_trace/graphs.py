@@ -63,6 +63,9 @@ class Role(StrEnum):
 TANGENT = "tangent"
 """Name of the node of a step graph at which its backward part begins."""
 
+CHUNK = "chunk"
+"""Key in `node.meta` of nodes that compute a chunk of a loss, whose value is the chunk's index."""
+
 ADDED = "added"
 """Key in `node.meta` of a node that a plan has added: slices of buckets, flat gradients,
 collectives.

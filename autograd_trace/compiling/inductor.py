@@ -51,6 +51,7 @@ from trainload.autograd_trace.compiling.kernels import (
 from trainload.autograd_trace.compiling.operands import keep_operands_apart
 from trainload.autograd_trace.derivation.aot import whole_triton_operators
 from trainload.autograd_trace.derivation.named_groups import stand_ins
+from trainload.autograd_trace.graphs import CHUNK
 from trainload.autograd_trace.outlining.equality import CALL
 from trainload.autograd_trace.outlining.outline import NotOutlined, OutlinedRegion, outline
 from trainload.autograd_trace.outlining.scalars import stack_scalars
@@ -153,6 +154,8 @@ def _compile(
             stack.enter_context(remembered_answers())
             stack.enter_context(_in_order())
             stack.enter_context(_as_planned())
+            if any(CHUNK in node.meta for node in module.graph.nodes):
+                stack.enter_context(_chunks_apart())
             stack.enter_context(dtype_rules_made_once())
             kernels = stack.enter_context(kernels_noted())
             if all(value.device.type == "cpu" for value in inputs):
@@ -192,6 +195,10 @@ def _reason(error: Exception) -> str:
     return f"{reason} {causes[-1]}" if causes else reason
 
 
+_LEAST_SHARED = 4096
+"""Bytes that kernels in a graph with chunks must both read to become one, unless one reads the
+other's result.
+"""
 _REORDERING = (
     "aten_distributed_optimizations.enable_overlap_scheduling",
     "aten_distributed_optimizations.enable_simple_overlap",
@@ -212,6 +219,18 @@ def _as_planned() -> contextlib.AbstractContextManager[None]:
     config = torch._inductor.config
     known = [name for name in _REORDERING if hasattr(config, name)]
     kept: contextlib.AbstractContextManager[None] = config.patch(dict.fromkeys(known, False))
+    return kept
+
+
+def _chunks_apart() -> contextlib.AbstractContextManager[None]:
+    """Keep the kernels of different chunks apart.
+
+    Inductor makes one kernel of those that read the same values, be it one number, and all chunks
+    read the divisor of the loss. Their logits would then exist at the same time.
+    """
+    kept: contextlib.AbstractContextManager[None] = torch._inductor.config.patch(
+        score_fusion_memory_threshold=_LEAST_SHARED
+    )
     return kept
 
 

@@ -19,12 +19,11 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graph_calls import append
-from trainload.autograd_trace.graphs import TANGENT, StepGraph
+from trainload.autograd_trace.graphs import CHUNK, TANGENT, StepGraph
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import LazyGraphModule, arguments, ends, mode_of
 from trainload.sharding.rewriting.row_layouts import Form, Layout, NotByRowError, RowCall, Space
 from trainload.sharding.rewriting.row_region import (
-    CHUNK,
     RowRegion,
     find_region,
     first_use,

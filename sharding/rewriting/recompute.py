@@ -12,14 +12,13 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
+from trainload.autograd_trace.graphs import CHUNK, TANGENT, Role, StepGraph
 from trainload.autograd_trace.recompute.rematerialisation import Region, Regions, recompute
 from trainload.capture.operators import is_collective
 from trainload.sharding.analysis.graph_nodes import LazyGraphModule, ends
 from trainload.sharding.analysis.liveness import Storages
 from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.plans.strategies import Recompute
-from trainload.sharding.rewriting.row_region import CHUNK
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _PARTS = 24

@@ -36,10 +36,6 @@ _OF_ROWS = {aten.mm, aten.addmm}
 _PRODUCTS = {*_OF_ROWS, aten.bmm, aten.baddbmm, aten.convolution}
 
 
-CHUNK = "chunk"
-"""Key in `node.meta` of the nodes that compute a chunk, whose value is its index."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowRegion:
     """Nodes that are computed for some rows at a time.
