@@ -19,3 +19,21 @@ def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kw
     with mode:
         node.meta["val"] = target(*values[0], **values[1])
     return node
+
+
+def converted(call: Callable[..., Node], value: Node, dtype: torch.dtype) -> Node:
+    """Return a tensor in a dtype: itself if it has that dtype.
+
+    Args:
+        call: appends a call to the graph.
+        value: node of the tensor.
+        dtype: the dtype.
+    """
+    if value.meta["val"].dtype == dtype:
+        return value
+    return call(torch.ops.aten._to_copy.default, value, dtype=dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch's own kernels add values of a dtype: float32 at least."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -210,7 +210,7 @@ _REORDERING = (
 
 
 def _as_planned() -> contextlib.AbstractContextManager[None]:
-    """Keep collectives and waits where the graph has them.
+    """Keep operators, and above all collectives and waits, where the graph has them.
 
     When a bucket is gathered, and when a gradient is reduced, is the plan's: Inductor would wait
     for each collective at once, or start all of them first, and wait for gradients at the end. What

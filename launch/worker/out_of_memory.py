@@ -169,21 +169,17 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         for factor in range(1, rows + 1)
         if rows % factor == 0 and math.log2(factor).is_integer()
     ]
-    for strategy in strategies:
-        for recompute, chunks, count in itertools.product(
-            dict.fromkeys((own.recompute, "full")),
-            dict.fromkeys((own.loss_chunks, max(own.loss_chunks, LOSS_CHUNKS))),
-            counts,
-        ):
-            choice = replace(
-                own,
-                strategy=strategy,
-                recompute=recompute,
-                accumulate=count,
-                loss_chunks=chunks,
-            )
-            if choice != own:
-                yield choice
+    for strategy, recompute, chunks, count in itertools.product(
+        strategies,
+        dict.fromkeys((own.recompute, "full")),
+        dict.fromkeys((own.loss_chunks, max(own.loss_chunks, LOSS_CHUNKS))),
+        counts,
+    ):
+        choice = replace(
+            own, strategy=strategy, recompute=recompute, accumulate=count, loss_chunks=chunks
+        )
+        if choice != own:
+            yield choice
 
 
 def _describe_candidate(candidate: Candidate, failed: Memory) -> str:

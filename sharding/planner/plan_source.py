@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from trainload.autograd_trace.graphs import StepGraph, UpdateGraph
+from trainload.autograd_trace.graphs import CHUNK, StepGraph, UpdateGraph
 from trainload.packaging.package import Package
 from trainload.sharding.planner.check_plan import groups_of
 from trainload.sharding.plans.buckets import parameter_order
@@ -128,7 +128,9 @@ class Source:
     def check_chunks(self, axes: Local) -> None:
         """Raise PlanError if the main graph's logits cannot be computed in chunks."""
         main = self.package.manifest.training_graphs()[0]
-        check_chunked(self._whole_or_partitioned(main, axes), axes.loss_chunks, main)
+        nodes = self.local(axes, [main])[main].module.graph.nodes
+        if not any(CHUNK in node.meta for node in nodes):
+            check_chunked(self._whole_or_partitioned(main, axes), axes.loss_chunks, main)
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
         if axes.tensor_ranks == 1:

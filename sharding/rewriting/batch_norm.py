@@ -12,7 +12,7 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, Node
 
-from trainload.autograd_trace.graph_calls import append
+from trainload.autograd_trace.graph_calls import append, converted, wide
 from trainload.autograd_trace.graphs import StepGraph
 from trainload.sharding.analysis.graph_nodes import (
     LazyGraphModule,
@@ -225,18 +225,10 @@ class _Synchroniser:
 
     def _upcast(self, value: Node) -> Node:
         """Return the value in at least float32, as torch's own kernels compute."""
-        return (
-            self._cast(value, torch.float32)
-            if value.meta["val"].dtype in (torch.bfloat16, torch.float16)
-            else value
-        )
+        return self._cast(value, wide(value.meta["val"].dtype))
 
     def _cast(self, value: Node, dtype: torch.dtype) -> Node:
-        return (
-            value
-            if value.meta["val"].dtype == dtype
-            else self._call(aten._to_copy.default, value, dtype=dtype)
-        )
+        return converted(self._call, value, dtype)
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         return append(self.graph, self._mode, target, *args, **kwargs)

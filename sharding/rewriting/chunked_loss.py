@@ -18,7 +18,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
-from trainload.autograd_trace.graph_calls import append
+from trainload.autograd_trace.graph_calls import append, converted, wide
 from trainload.autograd_trace.graphs import CHUNK, TANGENT, StepGraph
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import LazyGraphModule, arguments, ends, mode_of
@@ -30,7 +30,7 @@ from trainload.sharding.rewriting.row_region import (
     hoisted,
     last_products,
 )
-from trainload.sharding.rewriting.row_rules import MEAN_REDUCTION, NO_REDUCTION, wide
+from trainload.sharding.rewriting.row_rules import MEAN_REDUCTION, NO_REDUCTION
 
 aten = torch.ops.aten
 
@@ -160,8 +160,7 @@ def _total_weight(loss: Node, copied: dict[Node, Node], emit: Callable[..., Node
         weights = emit(aten._to_copy.default, counted, dtype=dtype)
     else:
         ignored = emit(aten.logical_not.default, counted)
-        if target.meta["val"].dtype != torch.int64:
-            target = emit(aten._to_copy.default, target, dtype=torch.int64)
+        target = converted(emit, target, torch.int64)
         safe = emit(aten.masked_fill.Scalar, target, ignored, 0)
         each = emit(
             aten.embedding.default, emit(aten.unsqueeze.default, copied[args["weight"]], 1), safe
@@ -247,8 +246,7 @@ class _Chunks:
             return int(rules.count)
         if rules.selection is None:
             return self._size(rules.count)
-        _, dims = self._selected_dims()
-        first, *others = self._shape(rules.selection.meta["val"].shape[:dims])
+        first, *others = self._shape(rules.selected_rows)
         for size in others:
             first = self.emit(operator.mul, first, size)
         count: Node = first
@@ -286,44 +284,26 @@ class _Chunks:
 
     def _select(self, value: Node, lead: int) -> tuple[Node, int]:
         """Return the selected rows of a value with all rows, and the number of their dims."""
-        selection = self._region.rules.selection
-        assert selection is not None, "only a selection has other rows"
-        source, dims = self._selected_dims()
+        rules, args = self._region.rules, self._slice_arguments()
         rest = self._shape(value.meta["val"].shape[lead:])
-        value = self.emit(aten.reshape.default, value, [*self._shape(source.shape[:dims]), *rest])
-        args = arguments(selection)
-        return self.emit(
-            aten.slice.Tensor, value, *(args[n] for n in ("dim", "start", "end", "step"))
-        ), dims
+        value = self.emit(aten.reshape.default, value, [*self._shape(rules.all_rows), *rest])
+        return self.emit(aten.slice.Tensor, value, *args), len(rules.all_rows)
 
     def _pad(self, value: Node) -> Node:
         """Return the rows of a node's value, of which those that are not selected are 0."""
+        rules, args = self._region.rules, self._slice_arguments()
+        rest = self._shape(value.meta["val"].shape[1:])
+        value = self.emit(aten.view.default, value, [*self._shape(rules.selected_rows), *rest])
+        whole = [*self._shape(rules.all_rows), *rest]
+        return self.emit(aten.slice_backward.default, value, whole, *args)
+
+    def _slice_arguments(self) -> tuple[int, int, int, int]:
+        """Return dim, start, end and step of the selection."""
         selection = self._region.rules.selection
         assert selection is not None, "only a selection has other rows"
-        source, dims = self._selected_dims()
-        rest = self._shape(value.meta["val"].shape[1:])
-        kept = self._shape(selection.meta["val"].shape[:dims])
-        value = self.emit(aten.view.default, value, [*kept, *rest])
         args = arguments(selection)
         end = sys.maxsize if args["end"] is None else args["end"]
-        return self.emit(
-            aten.slice_backward.default,
-            value,
-            [*self._shape(source.shape[:dims]), *rest],
-            args["dim"],
-            args["start"] or 0,
-            end,
-            args["step"],
-        )
-
-    def _selected_dims(self) -> tuple[Tensor, int]:
-        """Return the value that the selection slices, and how many of its dims count rows."""
-        selection = self._region.rules.selection
-        assert selection is not None and isinstance(selection.args[0], Node)
-        source: Tensor = selection.args[0].meta["val"]
-        dims = self._region.rules.lead(source.shape, Space.ALL)
-        assert dims is not None, "a selection has all rows"
-        return source, dims
+        return args["dim"], args["start"] or 0, end, args["step"]
 
     def _shape(self, sizes: Sequence[Any]) -> list[Any]:
         return [self._size(size) if isinstance(size, SymInt) else size for size in sizes]
@@ -343,7 +323,7 @@ class _Chunks:
                 device=total.meta["val"].device,
             )
             total = self.emit(aten.div.Tensor, total, number)
-        return self._cast(total, node.meta["val"].dtype)
+        return converted(self.emit, total, node.meta["val"].dtype)
 
     def _joined(self, node: Node, parts: list[Node]) -> Node:
         layout, shape = self._region.calls[node].layout, list(node.meta["val"].shape)
@@ -370,13 +350,6 @@ class _Chunks:
                 raise NotByRowError(self._region.seed, f"has rows of a size {expression}")
             self._sizes[expression] = self.emit(aten.sym_size.int, self._copied[at], dim)
         return self._sizes[expression]
-
-    def _cast(self, value: Node, dtype: torch.dtype) -> Node:
-        return (
-            value
-            if value.meta["val"].dtype == dtype
-            else self.emit(aten._to_copy.default, value, dtype=dtype)
-        )
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Append a call."""
@@ -420,9 +393,7 @@ class _Part:
             self._meta = node.meta
             operands = [self._operand(n, layout) for n, layout in call.operands.items()]
             return self(aten.addmm.default, total, *operands)
-        value = self.call(node, call)
-        if dtype in (torch.bfloat16, torch.float16) and value.meta["val"].dtype == dtype:
-            value = self(aten._to_copy.default, value, dtype=torch.float32)
+        value = converted(self, self.call(node, call), wide(dtype))
         return value if total is None else self(aten.add.Tensor, total, value)
 
     def _operand(self, operand: Node, layout: Layout | None) -> Node:

@@ -182,7 +182,6 @@ class _Rewriter:
         self._old = list(step.module.graph.nodes)
         self._placeholders, self._results = ends(step.module)
         self._body = [n for n in self._old if n.op not in ("placeholder", "output")]
-        self._sharded = plan.shards_parameters and plan.shard_degree > 1
         self._parameter = {
             n: port.name
             for n, port in zip(self._placeholders, step.inputs, strict=True)
@@ -224,7 +223,7 @@ class _Rewriter:
                 weights.launch(gather)
             if node not in weights:
                 copied[node] = self._copy(node, weights, copied)
-            if index == backward_from and self._sharded:
+            if index == backward_from and weights.sharded:
                 # After the node that begins the backward part, so that a gather is in the part that
                 # needs it.
                 launches = weights.gathers(backward_from + 1, len(self._body))

@@ -8,7 +8,7 @@ All that needs them works by row, or sums over rows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.fx import GraphModule, Node
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES
 from trainload.capture.operators import is_overload
-from trainload.sharding.analysis.graph_nodes import arguments, ends
+from trainload.sharding.analysis.graph_nodes import arguments, computed_from, ends
+from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.rewriting.row_layouts import (
     Form,
     Layout,
@@ -33,7 +34,6 @@ from trainload.sharding.rewriting.row_rules import RowRules
 
 aten = torch.ops.aten
 _OF_ROWS = {aten.mm, aten.addmm}
-_PRODUCTS = {*_OF_ROWS, aten.bmm, aten.baddbmm, aten.convolution}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def last_products(step: StepGraph) -> list[Node]:
     products: list[Node] = []
     while stack:
         node = stack.pop()
-        if _is_product(node):
+        if flops(node):
             products.append(node)
             continue
         sources = [s for s in node.all_input_nodes if s not in reached]
@@ -77,15 +77,12 @@ def last_products(step: StepGraph) -> list[Node]:
     candidates = [
         node
         for node in products
-        if node.target.overloadpacket in _OF_ROWS  # type: ignore[union-attr]  # an operator
+        if is_overload(node.target)
+        and node.target.overloadpacket in _OF_ROWS
         and isinstance(node.meta["val"].shape[1], int)
     ]
     widest = max((node.meta["val"].shape[1] for node in candidates), default=0)
     return [node for node in candidates if 2 * node.meta["val"].shape[1] >= widest]
-
-
-def _is_product(node: Node) -> bool:
-    return is_overload(node.target) and node.target.overloadpacket in _PRODUCTS
 
 
 def _operand(product: Node) -> Node:
@@ -179,7 +176,7 @@ class _Search:
         return (
             layout.form is not Form.SUM
             and self._rules.width(node.meta["val"], layout) >= width
-            and (width > self._operand_width or node is self._seed or not _is_product(node))
+            and (width > self._operand_width or node is self._seed or not flops(node))
         )
 
     def _add_users(self) -> None:
@@ -246,18 +243,9 @@ def _has_rows(value: Tensor, count: Any, elements: Any) -> bool:
 
 def hoisted(region: RowRegion, placed: set[Node]) -> list[Node]:
     """Return the nodes outside a region that it needs and that are not in `placed`, in order."""
-    needed: set[Node] = set()
-    stack = [s for node in region.calls for s in node.all_input_nodes if s not in region.calls]
-    while stack:
-        node = stack.pop()
-        if node not in needed and node not in placed:
-            needed.add(node)
-            stack += node.all_input_nodes
-    return list(_in_order(needed, region.seed))
-
-
-def _in_order(nodes: set[Node], any_node: Node) -> Iterator[Node]:
-    return (node for node in any_node.graph.nodes if node in nodes)
+    operands = {s for node in region.calls for s in node.all_input_nodes}
+    needed = computed_from(operands - region.calls.keys()) - placed
+    return [node for node in region.seed.graph.nodes if node in needed]
 
 
 def first_use(region: RowRegion) -> Node:

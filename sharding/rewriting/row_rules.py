@@ -13,6 +13,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from trainload.autograd_trace.graph_calls import wide
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.sharding.analysis.graph_nodes import arguments
 from trainload.sharding.rewriting.row_layouts import (
@@ -74,7 +75,13 @@ class RowRules:
     Args:
         count: number of rows.
         selection: the `slice` that selects rows; None if there is none.
+
+    Attributes:
+        all_rows, selected_rows: sizes of the dims that count rows, before and after the selection.
     """
+
+    all_rows: Sequence[Any] = ()
+    selected_rows: Sequence[Any] = ()
 
     def __init__(self, count: int | SymInt, selection: Node | None = None) -> None:
         self.selection = selection
@@ -83,7 +90,9 @@ class RowRules:
             (source,) = _tensors(selection)
             lead = leading(source.meta["val"].shape, count)
             assert lead is not None, "a selection has all rows"
-            self._counts[Space.SELECTED] = product_of(selection.meta["val"].shape[:lead])
+            self.all_rows = source.meta["val"].shape[:lead]
+            self.selected_rows = selection.meta["val"].shape[:lead]
+            self._counts[Space.SELECTED] = product_of(self.selected_rows)
 
     @property
     def computed(self) -> Space:
@@ -357,7 +366,7 @@ class RowRules:
         own, other = arguments(node), arguments(self.selection)
         is_slice = node.target is aten.slice.Tensor
         before, after = _tensors(node)[0].meta["val"].shape, node.meta["val"].shape
-        whole = _tensors(self.selection)[0].meta["val"].shape[: other["dim"] + 1]
+        whole = self.all_rows[: other["dim"] + 1]
         return [own[n] for n in names] == [other[n] for n in names] and all(
             map(is_same_size, before if is_slice else after, whole)
         )
@@ -546,8 +555,3 @@ def _by_name(node: Node, args: Mapping[str, Any]) -> Callable[[Emit, ValueOf], N
         return emit(_target(node), *map_arg(positional, part), **map_arg(named, part))
 
     return make
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of a dtype are added."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

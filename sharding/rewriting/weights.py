@@ -8,11 +8,13 @@ works element by element.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
+from trainload.autograd_trace.graph_calls import converted
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.sharding.plans.plan import Bucket, Plan, Slot
 
@@ -20,6 +22,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 Gather = tuple[str, torch.dtype]
 """(bucket, dtype): a bucket that is gathered in a dtype."""
+_Need = tuple[Bucket, Slot, torch.dtype]
+"""A parameter, and the dtype in which a node needs it."""
 _CONVERTED_AT_ONCE = 0.5
 """A bucket is converted as a whole if more than this part of it is."""
 
@@ -35,6 +39,9 @@ class Weights:
         stored: bucket -> the new graph's node of what the rank stores of it.
         body: the step graph's nodes, except inputs and outputs.
         results: the nodes that it returns.
+
+    Attributes:
+        sharded: True if buckets are gathered.
     """
 
     def __init__(
@@ -49,9 +56,9 @@ class Weights:
     ) -> None:
         self._plan, self._graph, self._call = plan, graph, call
         self._parameters, self._stored, self._body = parameters, stored, body
-        self._sharded = plan.shards_parameters and plan.shard_degree > 1
+        self.sharded = plan.shards_parameters and plan.shard_degree > 1
         self._slots = {s.parameter: (b, s) for b in plan.buckets for s in b.slots}
-        self.derived = self._find_derived(set(results))
+        self._derived = self._find_derived(set(results))
         self._weights: dict[Node, Node] = {}
         self._whole: dict[Gather, Node] = {}
         self._in_flight: dict[Gather, Node] = {}
@@ -60,7 +67,7 @@ class Weights:
 
     def __contains__(self, node: Node) -> bool:
         """Return True for a parameter, and for what is computed from parameters only."""
-        return node in self.derived or node in self._parameters
+        return node in self._derived or node in self._parameters
 
     def _find_derived(self, results: set[Node]) -> set[Node]:
         """Return nodes that are computed from parameters only (casts, transposes).
@@ -90,13 +97,14 @@ class Weights:
         """
         self._weights.clear()
         self._whole.clear()
-        if not self._sharded:
-            self._choose_dtypes(0, len(self._body))
+        part = range(start, stop) if self.sharded else range(len(self._body))
+        needed = {index: list(self._needed(index)) for index in part}
+        self._choose_dtypes(needed)
+        if not self.sharded:
             return {}
-        self._choose_dtypes(start, stop)
         first_use: dict[str, int] = {}
-        for index in range(start, stop):
-            for bucket in sorted({bucket.name for bucket, _, _ in self._needed(index)}):
+        for index, parameters in needed.items():
+            for bucket in sorted({bucket.name for bucket, _, _ in parameters}):
                 first_use.setdefault(bucket, index)
         ordered = sorted(first_use, key=lambda name: (first_use[name], name))
         launches: dict[int, list[Gather]] = {}
@@ -111,27 +119,26 @@ class Weights:
         name, dtype = gather
         self._in_flight[gather] = self._call(
             c10d.all_gather_into_tensor.default,
-            self._as(self._stored[name], dtype),
+            converted(self._call, self._stored[name], dtype),
             self._plan.shard_degree,
             self._plan.shard_group,
         )
 
-    def _choose_dtypes(self, start: int, stop: int) -> None:
+    def _choose_dtypes(self, needed: Mapping[int, Sequence[_Need]]) -> None:
         """Choose the dtype in which each bucket is gathered for a part of the body, and the buckets
         that are converted at once.
         """
         self._converted.clear()
-        needed: dict[str, dict[torch.dtype, set[Slot]]] = {}
+        by_bucket: dict[str, dict[torch.dtype, set[Slot]]] = {}
         buckets: dict[str, Bucket] = {}
-        for index in range(start, stop):
-            for bucket, slot, dtype in self._needed(index):
-                buckets[bucket.name] = bucket
-                needed.setdefault(bucket.name, {}).setdefault(dtype, set()).add(slot)
-        for name, slots in needed.items():
+        for bucket, slot, dtype in itertools.chain.from_iterable(needed.values()):
+            buckets[bucket.name] = bucket
+            by_bucket.setdefault(bucket.name, {}).setdefault(dtype, set()).add(slot)
+        for name, slots in by_bucket.items():
             own = self._stored[name].meta["val"].dtype
             (first, *others) = slots
             smaller = not others and first.itemsize < own.itemsize
-            self._dtypes[name] = first if smaller and self._sharded else own
+            self._dtypes[name] = first if smaller and self.sharded else own
             self._converted |= {
                 (name, dtype)
                 for dtype, converted in slots.items()
@@ -140,11 +147,11 @@ class Weights:
                 > _CONVERTED_AT_ONCE * buckets[name].length
             }
 
-    def _needed(self, index: int) -> Iterator[tuple[Bucket, Slot, torch.dtype]]:
+    def _needed(self, index: int) -> Iterator[_Need]:
         """Yield the parameters that a node needs, also through derived nodes, and the dtype in
         which it needs them.
         """
-        if self._body[index] in self.derived:
+        if self._body[index] in self._derived:
             return
         stack, seen = list(self._body[index].all_input_nodes), set[Node]()
         while stack:
@@ -156,13 +163,13 @@ class Weights:
                 yield (*self._slots[self._parameters[source]], source.meta["val"].dtype)
             elif (parameter := self._converts(source)) is not None:
                 yield (*self._slots[self._parameters[parameter]], source.meta["val"].dtype)
-            elif source in self.derived:
+            elif source in self._derived:
                 stack.extend(source.all_input_nodes)
 
     def _converts(self, node: Node) -> Node | None:
         """Return the parameter that a node converts to another dtype, or None."""
         is_conversion = node.target is aten._to_copy.default and {*node.kwargs} == {"dtype"}
-        if not is_conversion or node not in self.derived:
+        if not is_conversion or node not in self._derived:
             return None
         source = node.args[0]
         return source if isinstance(source, Node) and source in self._parameters else None
@@ -209,20 +216,13 @@ class Weights:
         """Return the whole bucket in a dtype."""
         key, own = (name, dtype), self._stored[name].meta["val"].dtype
         if key not in self._whole:
-            if not self._sharded:
-                self._whole[key] = self._as(self._stored[name], dtype)
+            if not self.sharded:
+                self._whole[key] = converted(self._call, self._stored[name], dtype)
             elif dtype in (own, self._dtypes.get(name)):
                 if key not in self._in_flight:
                     # a parameter that is an output: no operator of the graph uses it
                     self.launch(key)
                 self._whole[key] = self._call(c10d.wait_tensor.default, self._in_flight.pop(key))
             else:
-                self._whole[key] = self._as(self._bucket(name, own), dtype)
+                self._whole[key] = converted(self._call, self._bucket(name, own), dtype)
         return self._whole[key]
-
-    def _as(self, value: Node, dtype: torch.dtype) -> Node:
-        return (
-            value
-            if value.meta["val"].dtype == dtype
-            else self._call(aten._to_copy.default, value, dtype=dtype)
-        )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from trainload.autograd_trace.graph_calls import converted, wide
 from trainload.sharding.analysis.graph_nodes import arguments
 from trainload.sharding.tensor.factors import Factor
 from trainload.sharding.tensor.links import Links
@@ -206,9 +207,9 @@ def _softmax(at: Partitioner, node: Node, active: Factor) -> Results:
     emit, args = at.emit, arguments(node)
     along = [args["dim"]]
     source = at.value(args["self"], active)
-    wide = _upcast(at, source)
-    greatest = emit.reduced(emit.call(aten.amax.default, wide, along, True), "max")
-    moved = emit.call(aten.sub.Tensor, wide, greatest)
+    upcast = _upcast(at, source)
+    greatest = emit.reduced(emit.call(aten.amax.default, upcast, along, True), "max")
+    moved = emit.call(aten.sub.Tensor, upcast, greatest)
     powers = emit.call(aten.exp.default, moved)
     total = emit.reduced(emit.call(aten.sum.dim_IntList, powers, along, True))
     if node.target is aten._softmax.default:
@@ -243,16 +244,11 @@ def _softmax_backward(at: Partitioner, node: Node, active: Factor) -> Results:
 
 def _upcast(at: Partitioner, value: Node) -> Node:
     """Return the value in at least float32, as torch's own kernels compute."""
-    dtype = value.meta["val"].dtype
-    return _cast(at, value, torch.float32) if dtype in (torch.bfloat16, torch.float16) else value
+    return _cast(at, value, wide(value.meta["val"].dtype))
 
 
 def _cast(at: Partitioner, value: Node, dtype: torch.dtype) -> Node:
-    return (
-        value
-        if value.meta["val"].dtype == dtype
-        else at.emit.call(aten._to_copy.default, value, dtype=dtype)
-    )
+    return converted(at.emit.call, value, dtype)
 
 
 @special(aten.gather.default)
