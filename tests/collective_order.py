@@ -1,4 +1,6 @@
-"""The order of collectives and waits, in a graph and in the code that Inductor writes for it."""
+"""The order of collectives, copies to and from the host, and waits, in a graph and in the code that
+Inductor writes for it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,14 @@ import re
 import torch
 from torch.fx import GraphModule
 
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
 from trainload.capture.operators import is_collective
 
 _VALUE = r"(?:reinterpret_tensor\()?(\w+)"
-_CALL = re.compile(r"(buf\d+) = torch\.ops\._c10d_functional\.(\w+?)(?:_out)?\.default\(")
+_CALL = re.compile(
+    r"(buf\d+) = torch\.ops\.(?:_c10d_functional|trainload)\.(\w+?)(?:_out)?\.default\("
+)
+_SAME = re.compile(r"^\s*(buf\d+) = (buf\d+)(?:;|$)")
 _IN_PLACE = re.compile(rf"torch\.ops\._c10d_functional\.(all_reduce)_\.default\({_VALUE}")
 _WAIT = re.compile(rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({_VALUE}")
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -18,7 +24,7 @@ _mm = torch.ops.aten.mm.default
 
 
 def order_of_graph(module: GraphModule, *, products: bool = False) -> list[str]:
-    """Return the collectives of a graph and the waits for them, numbered as they begin.
+    """Return the collectives and copies of a graph and the waits for them, numbered as they begin.
 
     Args:
         module: the graph.
@@ -29,7 +35,7 @@ def order_of_graph(module: GraphModule, *, products: bool = False) -> list[str]:
     for node in module.graph.nodes:
         if node.target is _wait:
             done.append(f"wait {numbers[node.args[0]]}")
-        elif is_collective(node):
+        elif is_collective(node) or node.target in (OFFLOAD, OFFLOADED, RELOAD):
             numbers[node] = len(numbers)
             done.append(f"{node.target.overloadpacket.__name__.rstrip('_')} {numbers[node]}")
         elif products and node.target is _mm:
@@ -51,6 +57,8 @@ def order_of_code(code: str, *, products: bool = False) -> list[str]:
         elif found := _CALL.search(line):
             numbers[found[1]], begun = begun, begun + 1
             done.append(f"{found[2].rstrip('_')} {numbers[found[1]]}")
+        elif (found := _SAME.search(line)) and found[2] in numbers:
+            numbers[found[1]] = numbers[found[2]]
         elif products and "extern_kernels.mm(" in line:
             done.append("mm")
     return done

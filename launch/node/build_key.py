@@ -34,6 +34,7 @@ _SHAPING = {
     "batch_norm",
     "recompute",
     "loss_chunks",
+    "offload",
 }
 
 

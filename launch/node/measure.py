@@ -63,7 +63,7 @@ def measure(
     attention = min(
         1.0, _attention_rate(device) / flops["float32" if kind == "cpu" else "bfloat16"]
     )
-    say("memory")
+    say("memory, and the link to the host" if kind == "cuda" else "memory")
     speed, kernel = _memory_bandwidth(device), _kernel_seconds(device)
     say(f"collectives of {ranks} processes")
     timed = _measure_collectives(kind, ranks) if ranks > 1 else ()
@@ -88,6 +88,7 @@ def measure(
         kernel_seconds=kernel,
         node=link,
         network=link,
+        host=_host_link(device) if kind == "cuda" else None,
         collectives=timed,
     )
 
@@ -193,6 +194,19 @@ def _kernel_seconds(device: torch.device) -> float:
         return value
 
     return _time_call(many, device) / 100
+
+
+def _host_link(device: torch.device) -> Link:
+    """Return the link between a GPU and pinned memory of the host: the slower direction."""
+    seconds: list[float] = []
+    speeds: list[float] = []
+    for size, found in ((64, seconds), (2**28, speeds)):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        value = torch.empty(size, dtype=torch.uint8, device=device)
+        for to, source in ((host, value), (value, host)):
+            copy = functools.partial(to.copy_, source, non_blocking=True)
+            found.append(_time_call(copy, device))
+    return Link(seconds=max(seconds), bytes_per_second=2**28 / max(speeds))
 
 
 def _measure_collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:

@@ -139,8 +139,8 @@ def _smaller_plans(
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """Yield variants of the plan's choice with other strategies, recomputation, chunks of the loss
-    and numbers of microbatches.
+    """Yield variants of the plan's choice with other strategies, recomputation, chunks of the loss,
+    offload and numbers of microbatches.
     """
     pipeline = plan.pipeline
     schedule = (
@@ -157,6 +157,7 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         schedule,
         plan.divide,
         plan.loss_chunks,
+        plan.offload,
     )
     strategies = (
         [own.strategy]
@@ -169,14 +170,21 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         for factor in range(1, rows + 1)
         if rows % factor == 0 and math.log2(factor).is_integer()
     ]
-    for strategy, recompute, chunks, count in itertools.product(
+    can_offload = pipeline is None and plan.cluster.device != "cpu"
+    for strategy, recompute, chunks, offload, count in itertools.product(
         strategies,
         dict.fromkeys((own.recompute, "full")),
         dict.fromkeys((own.loss_chunks, max(own.loss_chunks, LOSS_CHUNKS))),
+        dict.fromkeys((own.offload, 1.0)) if can_offload else (own.offload,),
         counts,
     ):
         choice = replace(
-            own, strategy=strategy, recompute=recompute, accumulate=count, loss_chunks=chunks
+            own,
+            strategy=strategy,
+            recompute=recompute,
+            accumulate=count,
+            loss_chunks=chunks,
+            offload=offload,
         )
         if choice != own:
             yield choice
@@ -187,6 +195,7 @@ def _describe_candidate(candidate: Candidate, failed: Memory) -> str:
     options = [f"--strategy {choice.strategy}"]
     options += [f"--recompute {choice.recompute}"] if choice.recompute != "job" else []
     options += [f"--loss-chunks {choice.loss_chunks}"] if choice.loss_chunks > 1 else []
+    options += [f"--offload {choice.offload:g}"] if choice.offload else []
     options += [f"--accumulate {choice.accumulate}"] if choice.accumulate > 1 else []
     needs = _gib(candidate.costs.memory.tensors)
     return (

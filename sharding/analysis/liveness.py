@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD
 from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, number
 
@@ -44,25 +45,31 @@ class GraphMemory:
         left: bytes of its results that are not inputs.
         communication: bytes of the peak that collectives have made.
         at: the node that was computed at the peak; empty if nothing was.
+        host: maximum of the bytes that offloaded values take in the host's memory.
     """
 
     peak: int
     left: int
     communication: int
     at: str
+    host: int = 0
 
 
 def storage_bytes(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
     """Return the bytes of a tensor's storage; repeated elements of an expanded tensor count
     once.
     """
+    return -(-storage_elements(value, sizes) * value.element_size() // ROUNDED) * ROUNDED
+
+
+def storage_elements(value: Tensor, sizes: Sizes = EXAMPLE) -> int:
+    """Return the number of elements of a tensor's storage."""
     shape, strides = (
         [number(each, sizes) for each in per_dim] for per_dim in (value.shape, value.stride())
     )
     if 0 in shape:
         return 0
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return -(-elements * value.element_size() // ROUNDED) * ROUNDED
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 class Storages:
@@ -74,7 +81,9 @@ class Storages:
 
     Attributes:
         of: node -> the index of the storage of each tensor of its value.
-        bytes: bytes of each storage; 0 for those of inputs.
+        bytes: bytes of each storage on the device; 0 for those of inputs.
+        host: bytes of each storage in the host's memory; only storages of offloaded values have
+            any.
         allocated: node -> the storages that it allocates.
     """
 
@@ -82,6 +91,7 @@ class Storages:
         self._module, self._sizes = module, sizes
         self.of: dict[Node, tuple[int | None, ...]] = {}
         self.bytes: list[int] = []
+        self.host: list[int] = []
         self.allocated: dict[Node, list[int]] = {}
         for node in module.graph.nodes:
             self._assign_storage(node)
@@ -113,7 +123,9 @@ class Storages:
         )
 
     def _add_storage(self, node: Node, size: int) -> int:
-        self.bytes.append(size)
+        on_host = node.target is OFFLOAD
+        self.bytes.append(0 if on_host else size)
+        self.host.append(size if on_host else 0)
         self.allocated.setdefault(node, []).append(len(self.bytes) - 1)
         return len(self.bytes) - 1
 
@@ -170,21 +182,24 @@ def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> GraphMemory:
         if is_collective(node)
         for allocated in own
     }
-    alive = flying = 0
+    alive = flying = on_host = most_on_host = 0
     most = GraphMemory(0, 0, 0, "")
     for index, node in enumerate(nodes):
         if node.op == "output":
-            return replace(most, left=alive)
+            return replace(most, left=alive, host=most_on_host)
         if node.op == "placeholder":
             continue
         new, old = storages.allocated.get(node, ()), freed.get(index, ())
         alive += sum(storages.bytes[allocated] for allocated in new)
         flying += sum(storages.bytes[allocated] for allocated in new if allocated in sent)
+        on_host += sum(storages.host[allocated] for allocated in new)
+        most_on_host = max(most_on_host, on_host)
         now = alive + _body_memory(module, node, sizes)
         if now > most.peak:
             most = GraphMemory(now, 0, flying, node.name)
         alive -= sum(storages.bytes[storage] for storage in old)
         flying -= sum(storages.bytes[storage] for storage in old if storage in sent)
+        on_host -= sum(storages.host[storage] for storage in old)
     raise AssertionError("a graph ends with its output")
 
 

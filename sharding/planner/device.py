@@ -94,6 +94,10 @@ class DeviceProfile(_Record):
     """Link between the devices of a node."""
     network: Link
     """Link between nodes, for each device."""
+    host: Link | None = None
+    """Link to the host's memory, for each device in each direction; None for devices that have no
+    memory of their own.
+    """
     collectives: tuple[Measured, ...] = ()
     """Measurements from which the figures of `node` were derived, if any."""
 

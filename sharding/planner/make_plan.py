@@ -59,6 +59,7 @@ def make_plan(
     batch_norm: BatchNorm = "averaged",
     recompute: Recompute = "job",
     loss_chunks: Count = 1,
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0,
 ) -> Plan:
     """Make a plan that distributes a package over a cluster.
 
@@ -88,6 +89,8 @@ def make_plan(
             documented in `Plan`.
         recompute: forward values that are recomputed for backward, as documented in `Plan`.
         loss_chunks: number of parts of a call's rows in which logits are computed.
+        offload: fraction of the parts of forward whose values are in the host's memory until
+            backward, as documented in `Plan`. Not with a pipeline.
 
     Raises:
         PlanError: no such plan can be made; the message says what would be possible.
@@ -119,10 +122,19 @@ def make_plan(
     shards = tuple(sorted(tensor.shards.items()))
     together = lanes if batch_norm == "synchronised" else 1
     axes = Local(
-        tensor_ranks, shards, batch_norm, recompute, together, divide != "tensor", loss_chunks
+        tensor_ranks,
+        shards,
+        batch_norm,
+        recompute,
+        together,
+        divide != "tensor",
+        loss_chunks,
+        offload,
     )
     if loss_chunks > 1:
         source.check_chunks(axes)
+    if offload:
+        _check_offload(source, axes, pipeline_ranks)
     if pipeline_ranks > 1:
         local = source.local(axes)
         pipeline = pipe(
@@ -172,6 +184,7 @@ def make_plan(
         batch_norm=batch_norm,
         recompute=recompute,
         loss_chunks=loss_chunks,
+        offload=offload,
         global_batch=rows,
         accumulate=accumulate,
         prefetch=prefetch,
@@ -195,6 +208,17 @@ _NO_ESTIMATE = Estimate(
 
 plan = make_plan
 """Name of `make_plan` in `trainload`."""
+
+
+def _check_offload(source: Source, axes: Local, pipeline_ranks: int) -> None:
+    if pipeline_ranks > 1:
+        raise PlanError(
+            "values cannot be offloaded in a pipeline",
+            where="offload",
+            got=f"{axes.offload:g} with {pipeline_ranks} pipeline ranks",
+            hint="Leave offload at 0, or plan without a pipeline.",
+        )
+    source.check_offload(axes)
 
 
 def _default_strategy(owners: Sequence[ParameterSpec], source: Source, lanes: int) -> Strategy:

@@ -47,6 +47,7 @@ class Memory:
         communication: results of collectives at the peak: gathered parameters, gradients in flight.
         reserved: memory of the process besides its tensors.
         at: place of the peak: a graph, and the node that is computed.
+        host: maximum of what offloaded values take in the host's memory, which `peak` leaves out.
     """
 
     parameters: int
@@ -57,6 +58,7 @@ class Memory:
     communication: int
     reserved: int
     at: str
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -269,6 +271,7 @@ class _Rank:
             communication=at.communication,
             reserved=self._device.reserved_bytes,
             at=f"{where}: {at.at}",
+            host=max(graph.host for graph in self.held.values()),
         )
 
     def _train_peak(self, graph: str, gradients: int) -> tuple[str, GraphMemory, int]:

@@ -16,6 +16,7 @@ from trainload.sharding.plans.plan import Shard
 from trainload.sharding.plans.strategies import Divide
 from trainload.sharding.rewriting.chunked_loss import check_chunked
 from trainload.sharding.rewriting.local_step import Local, completed
+from trainload.sharding.rewriting.offload import check_offload
 from trainload.sharding.tensor.partition import Partitioned, partition
 from trainload.sharding.tensor.tensor_axis import TensorAxis, divide
 
@@ -131,6 +132,11 @@ class Source:
         nodes = self.local(axes, [main])[main].module.graph.nodes
         if not any(CHUNK in node.meta for node in nodes):
             check_chunked(self._whole_or_partitioned(main, axes), axes.loss_chunks, main)
+
+    def check_offload(self, axes: Local) -> None:
+        """Raise PlanError if the main graph has nothing to offload."""
+        main = self.package.manifest.training_graphs()[0]
+        check_offload(self.local(axes, [main])[main], main)
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
         if axes.tensor_ranks == 1:

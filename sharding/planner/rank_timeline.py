@@ -1,7 +1,7 @@
 """Simulate the time that a rank's graph needs on a device.
 
-Kernels run one after the other on one stream, collectives on another, and each waits for its
-inputs.
+Kernels run one after the other on one stream, collectives on another, copies to the host and from
+it on two more, and each waits for its inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
 from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, bytes_of, flops, number
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
@@ -53,8 +54,8 @@ class Row:
         operator: name of the operator.
         start: start time in seconds, on its stream.
         seconds: duration in seconds.
-        why: "products" (operations), "memory" (bytes), "launch", "link" (a collective), "wait" (for
-            one), or "" (nothing is computed).
+        why: "products" (operations), "memory" (bytes), "launch", "link" (a collective), "host" (a
+            copy to it or from it), "wait" (for one of these), or "" (nothing is computed).
         bytes: bytes read and written, or communicated.
         flops: operations of matrix products.
     """
@@ -70,8 +71,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Time of a graph: `seconds` in total, `exposed` of them waiting for collectives. `flops`:
-    operations of matrix products.
+    """Time of a graph: `seconds` in total, `exposed` of them waiting for collectives and copies.
+    `flops`: operations of matrix products.
     """
 
     seconds: float
@@ -99,15 +100,24 @@ def timeline(
     """
     fused = _fused(module) if compiled else set()
     now = link_free = exposed = work = 0.0
+    host_free = {OFFLOAD: 0.0, RELOAD: 0.0}
     finished_at: dict[Node, float] = {}
     rows: list[Row] = []
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
         name = _name(node)
-        if is_collective(node):
-            if name == "wait_tensor":
-                waits = max(0.0, finished_at.get(node.all_input_nodes[0], now) - now)
+        if device.host is not None and node.target in host_free:
+            size = bytes_of(node, sizes)
+            takes = device.host.seconds + size / device.host.bytes_per_second
+            start = max(now, host_free[node.target])
+            host_free[node.target] = finished_at[node] = start + takes
+            rows.append(Row(node.name, name, start, takes, "host", size, 0.0))
+            continue
+        if is_collective(node) or node.target is OFFLOADED:
+            if name == "wait_tensor" or node.target is OFFLOADED:
+                finished = (finished_at.get(source, now) for source in node.all_input_nodes)
+                waits = max(0.0, max(finished) - now)
                 rows.append(Row(node.name, name, now, waits, "wait", 0.0, 0.0))
                 now += waits
                 exposed += waits

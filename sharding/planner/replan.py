@@ -62,6 +62,7 @@ def replan(
         batch_norm=plan.batch_norm,
         recompute=plan.recompute,
         loss_chunks=plan.loss_chunks,
+        offload=plan.offload,
         pipeline_ranks=1 if pipeline is None else pipeline.ranks,
         schedule=None if pipeline is None else pipeline.schedule,
         stages_per_rank=None if pipeline is None else len(pipeline.stage_ranks) // pipeline.ranks,

@@ -43,6 +43,8 @@ _ROWS_APART = 8
 """The first pass computes calls of 1, 8, 64, ... rows and interpolates linearly between them."""
 LOSS_CHUNKS = 8
 """Number of chunks of a loss that the planner tries, as in torchtitan's default."""
+OFFLOADS = (0.5, 1.0)
+"""Fractions of offload that the planner tries if the fastest plan does not fit."""
 _WORTH_CHUNKS = 0.95
 """Chunks are tried if they reduce the peak of a call at least to this part."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (
@@ -66,6 +68,7 @@ class Choice:
     schedule: tuple[Schedule, int | None] | None = None
     divide: Divide = "tensor"
     loss_chunks: int = 1
+    offload: float = 0.0
 
     def __str__(self) -> str:
         parts: list[str] = [self.strategy]
@@ -74,6 +77,7 @@ class Choice:
             name, stages = self.schedule
             parts += [f"pipeline {self.pipeline} ({name}{f'/{stages}' if stages else ''})"]
         parts += [f"loss in {self.loss_chunks} chunks"] if self.loss_chunks > 1 else []
+        parts += [f"offload {self.offload:g}"] if self.offload else []
         return ", ".join(parts)
 
 
@@ -91,6 +95,7 @@ class Wanted:
     schedule: tuple[Schedule, int | None] | None = None
     divide: Divide = "tensor"
     loss_chunks: int | None = None
+    offload: float | None = None
 
 
 _ANYTHING = Wanted()
@@ -263,6 +268,7 @@ def evaluate(
         recompute=choice.recompute,
         divide=choice.divide,
         loss_chunks=choice.loss_chunks,
+        offload=choice.offload,
         **options,
     )
     return Candidate(choice, plan, costs_of(source, plan, device))
@@ -323,7 +329,12 @@ def _tensor_degrees(cluster: Cluster, wanted: Wanted) -> list[int]:
 
 
 def _choices(
-    cluster: Cluster, wanted: Wanted, tensor: int, rows: int, loss_chunks: Sequence[int]
+    cluster: Cluster,
+    wanted: Wanted,
+    tensor: int,
+    rows: int,
+    loss_chunks: Sequence[int],
+    offloads: Sequence[float],
 ) -> Iterator[Choice]:
     remaining_ranks = cluster.world_size // tensor
     pipelines = (
@@ -332,7 +343,11 @@ def _choices(
         else [p for p in _divisors(remaining_ranks) if p <= _MAX_STAGES]
     )
     recomputes = [wanted.recompute] if wanted.recompute is not None else list(RECOMPUTES)
-    for pipeline, recompute, chunks in product(pipelines, recomputes, loss_chunks):
+    for pipeline, recompute, chunks, offload in product(
+        pipelines, recomputes, loss_chunks, offloads
+    ):
+        if offload and pipeline > 1:
+            continue
         if remaining_ranks % pipeline or rows % (remaining_ranks // pipeline):
             continue
         lanes = remaining_ranks // pipeline
@@ -350,6 +365,7 @@ def _choices(
                         schedule,
                         wanted.divide if tensor > 1 else "tensor",
                         chunks,
+                        offload,
                     )
 
 
@@ -415,12 +431,21 @@ def _judge_all(
             refused.append(Refused(f"{divide} {tensor}", str(error)))
             continue
         chunks = judge.loss_chunks() if wanted.loss_chunks is None else [wanted.loss_chunks]
-        judged += [
-            judge.judge(choice) for choice in _choices(cluster, wanted, tensor, rows, chunks)
-        ]
+        axes = cluster, wanted, tensor, rows, chunks
+        own = [judge.judge(choice) for choice in _choices(*axes, [wanted.offload or 0.0])]
+        if wanted.offload is None and _offload_may_help(own, device):
+            own += [judge.judge(choice) for choice in _choices(*axes, OFFLOADS)]
+        judged += own
         source.forget()
         gc.collect()
     return judged, refused
+
+
+def _offload_may_help(judged: Sequence[_Judged], device: DeviceProfile) -> bool:
+    """Return True if the fastest plan does not fit. Otherwise offload only makes plans slower."""
+    if device.host is None or not judged:
+        return False
+    return min(judged, key=lambda each: each.seconds).bytes > device.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,7 +473,7 @@ class _Judge:
         package = source.package
         self._source, self._main = source, package.manifest.training_graphs()[0]
         self._local = Local(tensor, shards, positions=divide != "tensor")
-        self._calls: dict[tuple[Recompute, int, int], tuple[float, float]] = {}
+        self._calls: dict[tuple[Local, int], tuple[float, float]] = {}
         states = state_counts(package)
         self._parameter_bytes = self._state_bytes = 0.0
         for parameter in package.parameters:
@@ -464,9 +489,13 @@ class _Judge:
         """Return an estimate of a choice's memory and time."""
         device, cluster = self._device, self._cluster
         lanes = cluster.world_size // (choice.tensor * choice.pipeline)
-        seconds, activations = self._estimate_call(
-            choice.recompute, choice.loss_chunks, self._rows // (lanes * choice.accumulate)
+        local = replace(
+            self._local,
+            recompute=choice.recompute,
+            loss_chunks=choice.loss_chunks,
+            offload=choice.offload,
         )
+        seconds, activations = self._estimate_call(local, self._rows // (lanes * choice.accumulate))
         near = min(lanes, max(1, cluster.devices_per_node // choice.tensor))
         degree = near if choice.strategy == "hybrid" else lanes
         parameter_bytes, state_bytes = (
@@ -503,29 +532,29 @@ class _Judge:
     def loss_chunks(self) -> list[int]:
         """Return the numbers of chunks of the loss that are worth trying."""
         whole, chunked = (
-            self._simulate_call("job", chunks, _ROWS_APART)[1] for chunks in (1, LOSS_CHUNKS)
+            self._simulate_call(replace(self._local, loss_chunks=chunks), _ROWS_APART)[1]
+            for chunks in (1, LOSS_CHUNKS)
         )
         return [1, LOSS_CHUNKS] if chunked <= _WORTH_CHUNKS * whole else [1]
 
-    def _estimate_call(self, how: Recompute, chunks: int, rows: int) -> tuple[float, float]:
+    def _estimate_call(self, local: Local, rows: int) -> tuple[float, float]:
         """Return the seconds of a call of this number of rows, and its peak memory in bytes."""
         low = 1
         while low * _ROWS_APART <= rows:
             low *= _ROWS_APART
-        less = self._simulate_call(how, chunks, low)
+        less = self._simulate_call(local, low)
         if low == rows:
             return less
         more, share = (
-            self._simulate_call(how, chunks, low * _ROWS_APART),
+            self._simulate_call(local, low * _ROWS_APART),
             (rows / low - 1) / (_ROWS_APART - 1),
         )
         return less[0] + share * (more[0] - less[0]), less[1] + share * (more[1] - less[1])
 
-    def _simulate_call(self, how: Recompute, chunks: int, rows: int) -> tuple[float, float]:
+    def _simulate_call(self, local: Local, rows: int) -> tuple[float, float]:
         """Return the same figures, computed from the graph."""
-        key = how, chunks, rows
+        key = local, rows
         if key not in self._calls:
-            local = replace(self._local, recompute=how, loss_chunks=chunks)
             step = self._source.local(local, [self._main])[self._main]
             sizes = sizes_of(step.module, step.inputs, rows)
             spans = {TENSOR: Span(self._tensor, self._tensor)}

@@ -240,6 +240,9 @@ class Plan(_Record):
     gradients are computed, one after the other, so that the logits of all rows never exist; 1 for
     all rows at once.
 
+    `offload`: fraction of the parts of forward, evenly spread, whose values kept for backward are
+    in the host's memory meanwhile (sharding/rewriting/offload.py). Not with a pipeline.
+
     Laws: every parameter that is not an alias is in exactly one bucket; global_batch = data_ranks *
     accumulate * rows of one call; `shard_ranks` divides data_ranks and is set only for "hybrid";
     rank = (pipeline index * data_ranks + data index) * tensor_ranks + tensor index.
@@ -266,6 +269,7 @@ class Plan(_Record):
     batch_norm: BatchNorm = "averaged"
     recompute: Recompute = "job"
     loss_chunks: int = Field(default=1, ge=1)
+    offload: float = Field(default=0.0, ge=0, le=1)
     global_batch: int = Field(ge=1)
     accumulate: int = Field(default=1, ge=1)
     prefetch: int = Field(default=1, ge=0)
@@ -311,6 +315,8 @@ class Plan(_Record):
             raise ValueError(
                 f"the strategy is single, but the data axis has {self.data_ranks} ranks"
             )
+        if self.offload and self.pipeline is not None:
+            raise ValueError("offload is set, but the plan has a pipeline")
         if self.tensor_ranks == 1 and self.tensor_shards:
             raise ValueError("tensor_shards divides parameters, but tensor_ranks is 1")
         if self.tensor_ranks == 1 and self.divide != "tensor":

@@ -9,6 +9,7 @@ from trainload.sharding.plans.plan import DATA, Plan, Shard
 from trainload.sharding.plans.strategies import BatchNorm, Recompute
 from trainload.sharding.rewriting.batch_norm import synchronised
 from trainload.sharding.rewriting.chunked_loss import chunk_losses
+from trainload.sharding.rewriting.offload import offload_kept
 from trainload.sharding.rewriting.recompute import recomputed
 from trainload.sharding.rewriting.zero_weight import ignore_zero_weight
 from trainload.sharding.tensor.partition import partition
@@ -20,7 +21,7 @@ class Local:
 
     `shards` and `positions` are what the tensor axis divides. `data_ranks` is the number of ranks
     over whose rows a batch norm is computed, and `loss_chunks` that of parts in which logits are
-    computed.
+    computed. `offload` is the fraction of the parts of forward whose values are offloaded.
     """
 
     tensor_ranks: int = 1
@@ -30,6 +31,7 @@ class Local:
     data_ranks: int = 1
     positions: bool = False
     loss_chunks: int = 1
+    offload: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan) -> Local:
@@ -44,12 +46,13 @@ class Local:
             ranks,
             plan.divide != "tensor",
             plan.loss_chunks,
+            plan.offload,
         )
 
 
 def local_step(step: StepGraph, axes: Local) -> StepGraph:
     """Return the step graph of a rank of the tensor axis, with its plan's batch norm statistics,
-    chunks of logits and recomputation.
+    chunks of logits, recomputation and offload.
 
     Args:
         step: the whole graph.
@@ -68,4 +71,5 @@ def completed(step: StepGraph, axes: Local) -> StepGraph:
         step = synchronised(step, axes.data_ranks, DATA)
     if axes.loss_chunks > 1:
         step = chunk_losses(step, axes.loss_chunks).step
-    return ignore_zero_weight(recomputed(step, axes.recompute))
+    step = ignore_zero_weight(recomputed(step, axes.recompute))
+    return offload_kept(step, axes.offload)

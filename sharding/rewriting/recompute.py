@@ -7,18 +7,17 @@ when backward reaches it.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from itertools import pairwise
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
-from trainload.autograd_trace.graphs import CHUNK, TANGENT, Role, StepGraph
+from trainload.autograd_trace.graphs import CHUNK, Role, StepGraph
 from trainload.autograd_trace.recompute.rematerialisation import Region, Regions, recompute
 from trainload.capture.operators import is_collective
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, ends
-from trainload.sharding.analysis.liveness import Storages
+from trainload.sharding.analysis.graph_nodes import ends
 from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.plans.strategies import Recompute
+from trainload.sharding.rewriting.forward_values import Forward, copy_of, has_backward
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _PARTS = 24
@@ -35,80 +34,22 @@ def recomputed(step: StepGraph, how: Recompute, where: str = "train") -> StepGra
             convolutions, attention and collectives.
         where: name of the graph.
     """
-    nodes = list(step.module.graph.nodes)
-    begin = next((i for i, n in enumerate(nodes) if n.name == TANGENT), None)
-    if how == "job" or begin is None:
+    if how == "job" or not has_backward(step):
         return step
-    graph = Graph()
-    copied: dict[Node, Node] = {}
-    for node in nodes:
-        copied[node] = graph.node_copy(node, lambda source: copied[source])
-    module = LazyGraphModule(step.module, graph)
-    placeholders, _ = ends(module)
-    forward = _Forward(
-        module,
-        begin,
-        {n for n, p in zip(placeholders, step.inputs, strict=True) if p.role is Role.PARAMETER},
-    )
-    regions = forward.regions(keep_products=how == "selective")
+    step = copy_of(step)
+    regions = _Segments(Forward(step)).regions(keep_products=how == "selective")
+    placeholders, _ = ends(step.module)
     varying = [n for n, p in zip(placeholders, step.inputs, strict=True) if p.role in _VARYING]
-    recompute(module, regions, varying, where)
-    return StepGraph(module, step.inputs, step.outputs)
+    recompute(step.module, regions, varying, where)
+    return step
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A storage of forward: the first and the last place at which forward uses it, its bytes, and
-    True if backward uses it.
-    """
+class _Segments:
+    """The segments of a graph's forward that can be recomputed."""
 
-    first: int
-    last: int
-    bytes: int
-    saved: bool
-
-
-class _Forward:
-    """The part of a graph's forward that can be recomputed."""
-
-    def __init__(self, module: GraphModule, begin: int, parameters: set[Node]) -> None:
-        nodes = list(module.graph.nodes)
-        self._storages = Storages(module)
-        self._weights = set(parameters)
-        """Nodes computed from parameters only: a plan recomputes these for backward anyway."""
-        for node in nodes[:begin]:
-            if (
-                node.op == "call_function"
-                and node.all_input_nodes
-                and self._weights.issuperset(node.all_input_nodes)
-            ):
-                self._weights.add(node)
-        self._nodes = [
-            n
-            for n in nodes[:begin]
-            if n.op == "call_function" and n not in self._weights and self._storages_of(n)
-        ]
-        self._backward = nodes[begin:]
-        self._spans = self._find_spans()
-
-    def _find_spans(self) -> dict[int, _Span]:
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for index, node in enumerate(self._nodes):
-            for storage in self._storages.allocated.get(node, ()):
-                first[storage] = last[storage] = index
-            for source in node.all_input_nodes:
-                last |= {s: index for s in self._storages_of(source) if s in first}
-        saved = {
-            s
-            for node in self._backward
-            for source in node.all_input_nodes
-            for s in self._storages_of(source)
-        }
-        return {s: _Span(first[s], last[s], self._storages.bytes[s], s in saved) for s in first}
-
-    def _storages_of(self, node: Node) -> list[int]:
-        return [storage for storage in self._storages.of.get(node, ()) if storage is not None]
+    def __init__(self, forward: Forward) -> None:
+        self._nodes, self._backward, self._spans = forward.nodes, forward.backward, forward.spans
+        self._storages_of = forward.storages_of
 
     def regions(self, *, keep_products: bool) -> dict[Node, Regions]:
         """Return node -> the segment that it is recomputed with, for forward nodes that are not
@@ -155,7 +96,7 @@ class _Forward:
         for span in self._spans.values():
             crossing[span.first + 1] += span.bytes
             crossing[span.last + 1] -= span.bytes
-            saved[span.first] += span.bytes if span.saved else 0
+            saved[span.first] += span.bytes if span.is_kept else 0
         for index in range(1, len(crossing)):
             crossing[index] += crossing[index - 1]
         whole = sum(saved)

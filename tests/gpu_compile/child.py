@@ -36,6 +36,7 @@ import trainload
 from trainload.autograd_trace.compiling import inductor
 from trainload.autograd_trace.compiling.described_device import computing_nothing
 from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups, unbind_groups
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED
 from trainload.capture.job.synthesise import rows_of, synthesise
 from trainload.launching.described.described_gpu import COUNTED
 from trainload.launching.node.build import compile_build, load_build, uncompiled_graphs
@@ -144,7 +145,9 @@ def _values(module: GraphModule) -> Iterator[tuple[Any, Tensor]]:
 
 def _off_the_gpu(name: str, module: GraphModule) -> list[str]:
     return [
-        f"{name}: {n.name} on {v.device}" for n, v in _values(module) if v.device.type != "cuda"
+        f"{name}: {n.name} on {v.device}"
+        for n, v in _values(module)
+        if v.device.type != "cuda" and n.target not in (OFFLOAD, OFFLOADED)
     ]
 
 

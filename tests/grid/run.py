@@ -44,7 +44,7 @@ one process that has four microbatches.
 
 
 BESIDE = """The same for plans that divide the positions of a row, or experts, among ranks, and for
-plans whose loss is computed in three chunks of rows. A number in brackets stands for a plan that is
+plans whose loss is computed in three chunks of rows, or which keep activations on the host. A number in brackets stands for a plan that is
 rejected with the message below the table."""
 
 
@@ -89,6 +89,8 @@ SHARED = {
     "experts 2": Axes(None, options={"tensor_ranks": 2, "divide": "expert"}),
     "ZeRO-3, chunks": Axes("zero3", options=CHUNKED),
     "TP 2, chunks": Axes(None, options={"tensor_ranks": 2, **CHUNKED}),
+    "ZeRO-3, offload": Axes("zero3", options={"offload": 1.0}),
+    "TP 2, offload": Axes(None, options={"tensor_ranks": 2, "offload": 0.5}),
     "PP 2 x context 2": Axes(
         None, devices=4, options={**PIPED, "tensor_ranks": 2, "divide": "context"}
     ),

@@ -96,6 +96,8 @@ COMPILED: dict[str, tuple[int, Strategy | None, dict[str, Any]]] = {
     "zero3, loss in chunks": (2, "zero3", {"loss_chunks": 3}),
     "1f1b, loss in chunks": (2, None, {"pipeline_ranks": 2, "accumulate": 4, "loss_chunks": 3}),
     "tensor, loss in chunks": (2, None, {"tensor_ranks": 2, "loss_chunks": 3}),
+    "zero3, offload": (2, "zero3", {"offload": 1.0}),
+    "tensor, half offload": (2, None, {"tensor_ranks": 2, "offload": 0.5, "recompute": "full"}),
     "pipeline of zero3": (4, *PIPED[0]),
     "pipeline of two stages a rank": (4, *PIPED[1]),
     "pipeline of tensor": (4, *PIPED[2]),

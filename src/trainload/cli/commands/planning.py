@@ -110,6 +110,12 @@ plan_file_option = click.option(
     help="Compute logits in N parts. Default: 1.",
 )
 @click.option(
+    "--offload",
+    type=click.FloatRange(0, 1),
+    metavar="X",
+    help="Part of activations kept on the host. Default: 0.",
+)
+@click.option(
     "--batch-norm",
     type=click.Choice(BATCH_NORMS),
     default="averaged",
@@ -126,13 +132,14 @@ plan_file_option = click.option(
     "--bucket-mib",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
+    hidden=True,  # the help of the others fills a screen; docs/plans.md has it
     help="Size of parameter buckets. Default: 25.",
 )
 @click.option(
     "--prefetch",
     type=click.IntRange(min=0),
     metavar="N",
-    hidden=True,  # the help of the others fills a screen; docs/plans.md has it
+    hidden=True,
     help="Buckets gathered ahead. Default: 1.",
 )
 @settings_option
@@ -159,6 +166,7 @@ def plan(
     schedule: tuple[Schedule, int | None] | None,
     recompute: Recompute | None,
     loss_chunks: int | None,
+    offload: float | None,
     batch_norm: BatchNorm,
     global_batch: int | None,
     accumulate: int | None,
@@ -200,6 +208,7 @@ def plan(
             "recompute": recompute,
             "schedule": schedule,
             "loss_chunks": loss_chunks,
+            "offload": offload,
         }
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
@@ -217,6 +226,7 @@ def plan(
         "accumulate": accumulate,
         "recompute": recompute or "job",
         "loss_chunks": loss_chunks or 1,
+        "offload": offload or 0.0,
     }
     options |= {
         "tensor_ranks": ranks or 1,
@@ -296,6 +306,7 @@ def _describe(planned: Plan) -> list[tuple[str, Any]]:
         ),
         *([("recompute", planned.recompute)] if planned.recompute != "job" else []),
         *([("loss chunks", planned.loss_chunks)] if planned.loss_chunks > 1 else []),
+        *([("offload", f"{planned.offload:g}")] if planned.offload else []),
         ("buckets", len(planned.buckets)),
         *view.as_json(planned.estimate).items(),
     ]

@@ -113,7 +113,8 @@ def nothing_fits(result: Found, smallest: Candidate | None) -> PlanError:
 
 def _format_memory(memory: Memory) -> str:
     parts = [f"{name} {size(getattr(memory, name))}" for name in _MEMORY]
-    return f"{', '.join(parts)} (at {memory.at})"
+    on_host = f"; {size(memory.host)} on the host" if memory.host else ""
+    return f"{', '.join(parts)} (at {memory.at}){on_host}"
 
 
 def _format_time(time: StepTime) -> str:
@@ -136,10 +137,12 @@ def as_record(result: Found) -> dict[str, Any]:
             "accumulate": c.choice.accumulate,
             "recompute": c.choice.recompute,
             "loss_chunks": c.choice.loss_chunks,
+            "offload": c.choice.offload,
             "fits": result.fits(c),
             "peak_bytes": c.costs.memory.peak,
             "memory": {name: getattr(c.costs.memory, name) for name in _MEMORY},
             "peak_at": c.costs.memory.at,
+            "host_bytes": c.costs.memory.host,
             "seconds": c.costs.time.seconds,
             "time": {name: getattr(c.costs.time, name) for name in _TIME},
             "flops": c.costs.time.flops,
