@@ -14,7 +14,8 @@ from trainload.capture.operators import is_collective
 
 _VALUE = r"(?:reinterpret_tensor\()?(\w+)"
 _CALL = re.compile(
-    r"(buf\d+) = torch\.ops\.(?:_c10d_functional|trainload)\.(\w+?)(?:_out)?\.default\("
+    r"(buf\d+) = torch\.ops\.(?:_c10d_functional\.|trainload\.(?=offload|reload))(\w+?)"
+    r"(?:_out)?\.default\("
 )
 _SAME = re.compile(r"^\s*(buf\d+) = (buf\d+)(?:;|$)")
 _IN_PLACE = re.compile(rf"torch\.ops\._c10d_functional\.(all_reduce)_\.default\({_VALUE}")
