@@ -49,7 +49,9 @@ class WaitTime:
         return seconds
 
     def wait(self, value: Tensor) -> Tensor:
-        """Wait for a collective, and measure how long."""
+        """Wait for a collective, and measure how long, unless it is part of a CUDA graph."""
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _torchs_wait(value)  # recorded, and done later
         if value.is_cuda:  # the host goes on, and the stream waits
             before, after = _event(), _event()
             before.record()

@@ -295,7 +295,27 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
                 ),
             )
         check_plan(each, package)
+        if spec.cuda_graphs:
+            _check_cuda_graphs(each)
     return package
+
+
+def _check_cuda_graphs(plan: Plan) -> None:
+    """Check that the training graphs of a plan may be recorded as CUDA graphs."""
+    cannot = {
+        "a cluster of CPUs": plan.cluster.device != "cuda",
+        "a pipeline, whose stages keep the results of several calls": plan.pipeline is not None,
+        "offload, which allocates memory of the host during a call": plan.offload > 0,
+    }
+    found = [what for what, is_so in cannot.items() if is_so]
+    if found:
+        raise RequestError(
+            "calls of this plan cannot be recorded as CUDA graphs",
+            where="cuda_graphs",
+            expected="a plan for GPUs without a pipeline or offload",
+            got=" and ".join(found),
+            hint="Leave cuda_graphs at false, or make another plan.",
+        )
 
 
 def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:

@@ -31,6 +31,7 @@ COUNTED = (
     "copies_on_gpu",
     "waits",
     "allocated_bytes",
+    "recorded",
 )
 """Names of the library's counters, in the order of `described_gpu_counts`."""
 MODE = "TRAINLOAD_DESCRIBED_GPU"

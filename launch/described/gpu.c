@@ -29,7 +29,7 @@
 #define RESERVED_SHARED_MEMORY KIB /* of a block, by the driver */
 
 /* What a process has asked of the GPU. The order is that of `COUNTED` in described_gpu.py. */
-enum count { LAUNCHES, LIBRARY_LAUNCHES, TO_GPU, FROM_GPU, ON_GPU, WAITS, ALLOCATED, COUNTS };
+enum count { LAUNCHES, LIBRARY_LAUNCHES, TO_GPU, FROM_GPU, ON_GPU, WAITS, ALLOCATED, RECORDED, COUNTS };
 EXPORT long described_gpu_counts[COUNTS];
 
 static __thread cudaError_t last_error;
@@ -44,8 +44,12 @@ static cudaError_t refused(const char *function) {
   return last_error = cudaErrorNotSupported;
 }
 
+/* While a CUDA graph is recorded, launches are not made, and nothing may wait for the GPU. */
+static int is_recording;
+
 static cudaError_t launch(enum count kind, const char *function) {
   if (!is_dry()) return refused(function);
+  if (is_recording) kind = RECORDED;
   __atomic_fetch_add(&described_gpu_counts[kind], 1, __ATOMIC_RELAXED);
   return cudaSuccess;
 }
@@ -111,6 +115,7 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
 }
 
 static cudaError_t waited(void) {
+  if (is_recording) return last_error = cudaErrorStreamCaptureUnsupported;
   __atomic_fetch_add(&described_gpu_counts[WAITS], 1, __ATOMIC_RELAXED);
   return cudaSuccess;
 }
@@ -120,7 +125,7 @@ EXPORT cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) { retu
 EXPORT cudaError_t cudaFree(void *p) { forget(p); return cudaSuccess; }
 EXPORT cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) { return allocate(p, size, 0); }
 EXPORT cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
-EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { waited(); return copy(to, from, size, kind); }
+EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { cudaError_t error = waited(); return error ? error : copy(to, from, size, kind); }
 EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t s) { return copy(to, from, size, kind); }
 EXPORT cudaError_t cudaMemset(void *p, int value, size_t size) { memset(p, value, size); return cudaSuccess; }
 EXPORT cudaError_t cudaMemsetAsync(void *p, int value, size_t size, cudaStream_t s) { memset(p, value, size); return cudaSuccess; }
@@ -219,7 +224,7 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device) { snpri
 EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 0; return cudaSuccess; }
 EXPORT cudaError_t cudaGetLastError(void) { cudaError_t error = last_error; last_error = cudaSuccess; return error; }
 EXPORT cudaError_t cudaPeekAtLastError(void) { return last_error; }
-EXPORT const char *cudaGetErrorString(cudaError_t error) { return error == cudaErrorNotSupported ? "the described GPU computes nothing" : "error of the described GPU"; }
+EXPORT const char *cudaGetErrorString(cudaError_t error) { if (error == cudaErrorStreamCaptureUnsupported) return "operation not permitted when stream is capturing"; return error == cudaErrorNotSupported ? "the described GPU computes nothing" : "error of the described GPU"; }
 
 /* ---- Streams and events: all work is done when it is asked for ---- */
 
@@ -228,8 +233,6 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t s) { return waited(); }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t e) { return waited(); }
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t s) { return cudaSuccess; }
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { return cudaSuccess; }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *g, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = (cudaEvent_t)1; return cudaSuccess; }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags) { return cudaEventCreate(e); }
@@ -243,6 +246,43 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags,
   *s = (cudaStream_t)(16 * __atomic_add_fetch(&number, 1, __ATOMIC_RELAXED) + 16);
   return cudaSuccess;
 }
+
+/* ---- CUDA graphs: a graph is the number of launches that were recorded ---- */
+
+static cudaStream_t recorded_stream;
+static long recorded_before;
+static unsigned long long recordings;
+
+static enum cudaStreamCaptureStatus status_of(cudaStream_t s) { return is_recording && s == recorded_stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone; }
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) { *status = status_of(s); return cudaSuccess; }
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *g, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
+  *status = status_of(s);
+  if (id) *id = recordings;
+  if (g) *g = (cudaGraph_t)&recorded_before;
+  if (n) *n = 0;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
+  if (is_recording) return last_error = cudaErrorIllegalState;
+  is_recording = 1;
+  recorded_stream = s;
+  recordings++;
+  recorded_before = described_gpu_counts[RECORDED];
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
+  if (!is_recording || s != recorded_stream) return last_error = cudaErrorIllegalState;
+  is_recording = 0;
+  *graph = (cudaGraph_t)(described_gpu_counts[RECORDED] - recorded_before + 1);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { *count = (size_t)graph - 1; return cudaSuccess; }
+EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) { *made = (cudaGraphExec_t)graph; return cudaSuccess; }
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) { return cudaGraphInstantiate(made, graph, flags); }
+EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
+EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaSuccess; }
+EXPORT cudaError_t cudaGraphUpload(cudaGraphExec_t graph, cudaStream_t s) { return cudaSuccess; }
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) { return launch(LAUNCHES, "cudaGraphLaunch"); }
 
 /* ---- Kernels ---- */
 

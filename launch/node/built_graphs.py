@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from trainload.autograd_trace.graphs import Port
+from trainload.autograd_trace.compiling.cuda_graphs import Pool, Recorded
+from trainload.autograd_trace.graphs import Port, Role
 from trainload.launching.node.utilisation import Work
 from trainload.sharding.analysis.collectives import Collective
 from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.rewriting.rewrite import BETWEEN, Phase
 
 Call = Callable[..., Sequence[Tensor]]
+_READ_AT_ONCE = (Role.BUCKET_GRADIENT, Role.BUFFER)
+"""Roles of results that are read by the update, or by the next call, and then no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Built:
         work: operations of the captured graphs, before they are divided among ranks.
         stages: replaces `train` and `forward` under a plan with a pipeline.
         failed: graphs that could not be compiled -> the compiler's error. Calling one raises.
+        is_recorded: True if training graphs are recorded as CUDA graphs.
     """
 
     train: dict[str, dict[Phase, BuiltGraph]]
@@ -90,6 +94,7 @@ class Built:
     work: Work
     stages: dict[str, BuiltStages] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    is_recorded: bool = False
 
     def names(self) -> set[str]:
         """Return the names of all graphs and updates, within the build."""
@@ -98,6 +103,22 @@ class Built:
         )
         graphs += [part for stages in self.stages.values() for part in stages.parts.values()]
         return {graph.name for graph in graphs} | set(self.update_names.values())
+
+    def recorded(self) -> Built:
+        """Return a copy whose training graphs are recorded as CUDA graphs.
+
+        Evaluations and updates are not: the former are rare, the latter a kernel for each bucket.
+        """
+        pool = Pool()
+        training = {graph.name for phases in self.train.values() for graph in phases.values()}
+
+        def record(graph: BuiltGraph) -> Call:
+            if graph.name not in training:
+                return graph.call
+            at_once = [port.role in _READ_AT_ONCE for port in graph.outputs]
+            return Recorded(graph.name, graph.call, at_once, pool)
+
+        return replace(self.replaced(record), is_recorded=True)
 
     def replaced(self, chosen: Callable[[BuiltGraph], Call]) -> Built:
         """Return a copy in which `chosen` has replaced each callable.

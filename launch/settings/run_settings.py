@@ -85,6 +85,11 @@ class RunSettings(EvaluationSettings):
         default=None, ge=1, le=MAX_STEPS
     )
     """Length of the run. Default: that of the package's recipe."""
+    cuda_graphs: bool = False
+    """Record each training graph as a CUDA graph, which the host launches at once. For models so
+    small that launching kernels takes longer than computing them. The memory of a call is then used
+    for nothing else. On GPUs, without a pipeline or offload.
+    """
     eval_every: Annotated[int | None, SettingInfo(unit="updates", option="--eval-every")] = Field(
         default=None, ge=1
     )

@@ -368,9 +368,12 @@ class Engine:
                 self._on_call(self._built.update_names[name])
                 (norm,) = self._built.update[name](*arguments)
             for part in parts:
-                state.params[part.bucket.name] = self._gather_stored(
-                    part.bucket, self._updated_slice(part.bucket)
-                )
+                stored = state.params[part.bucket.name]
+                gathered = self._gather_stored(part.bucket, self._updated_slice(part.bucket))
+                if self._built.is_recorded and gathered is not stored:
+                    stored.copy_(gathered)  # where CUDA graphs read it
+                else:
+                    state.params[part.bucket.name] = gathered
         return norm
 
     def _store_created(

@@ -129,6 +129,8 @@ class _Worker:
             self._activity.know(built.collectives, begun_collectives(self._plan.groups()))
         checkpoint = None if path is None else Checkpoint.open(path)
         built = self._verified(built, folder, checkpoint)
+        if spec.cuda_graphs:
+            built = built.recorded()
         self._engine = Engine(
             self._package,
             self._plan,

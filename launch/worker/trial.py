@@ -27,7 +27,8 @@ from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Verifier
 from trainload.sharding.planner.check_plan import check_plan
 
-_TRIAL_STEPS = 3
+_TRIAL_STEPS = 4
+"""The first step creates state, the third records CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,8 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
                     tell=comparisons.append,
                 )
                 built = verifier.verified(built)
+        if spec.cuda_graphs:
+            built = built.recorded()
         if plan.world_size > 1:
             bind_groups(plan.groups())
         with timed("weights"):

@@ -19,7 +19,7 @@ from trainload.sharding.planner.check_plan import check_batch, rows_of_update
 from trainload.sharding.planner.plan_source import Source
 from trainload.sharding.plans.buckets import item_bytes, make_buckets
 from trainload.sharding.plans.estimate import estimate
-from trainload.sharding.plans.plan import Cluster, Count, Estimate, Plan, Shard
+from trainload.sharding.plans.plan import NO_ESTIMATE, Cluster, Count, Plan, Shard
 from trainload.sharding.plans.strategies import (
     STRATEGIES,
     BatchNorm,
@@ -189,21 +189,12 @@ def make_plan(
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=_NO_ESTIMATE,
+        estimate=NO_ESTIMATE,
     )
     sent = 0 if pipeline is None else pipeline.sent(draft.rows_per_call)
     return draft.model_copy(
         update={"estimate": estimate(draft, package, tensor.sent(draft.rows_per_call) + sent)}
     )
-
-
-_NO_ESTIMATE = Estimate(
-    parameter_bytes=0,
-    gradient_bytes=0,
-    optimizer_bytes=0,
-    gathered_bytes=0,
-    communication_bytes_per_step=0,
-)
 
 
 plan = make_plan

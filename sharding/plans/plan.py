@@ -197,6 +197,16 @@ class Estimate(_Record):
     """Bytes that one rank sends for one optimizer update, with ring algorithms."""
 
 
+NO_ESTIMATE = Estimate(
+    parameter_bytes=0,
+    gradient_bytes=0,
+    optimizer_bytes=0,
+    gathered_bytes=0,
+    communication_bytes_per_step=0,
+)
+"""Estimate of a plan that was not estimated."""
+
+
 class Replicated(_Record):
     """Work that every rank of the tensor axis repeats: the nodes of one operator in the main
     training graph that run on whole tensors.

@@ -3,10 +3,11 @@
     python -m tests.gpu_compile.child compile PACKAGE PLAN OUT
     python -m tests.gpu_compile.child load PACKAGE PLAN OUT
     python -m tests.gpu_compile.child dry PACKAGE PLAN OUT
+    python -m tests.gpu_compile.child recorded PACKAGE PLAN OUT
 
 `compile` derives, shards and compiles the graphs of rank 0 into the folder OUT, `load` loads them
-in an empty cache, and `dry` makes a rank's steps with them, with kernels that do nothing. Each
-writes what it found to OUT/VERB.json.
+in an empty cache, `dry` makes a rank's steps with them, with kernels that do nothing, and
+`recorded` does so with CUDA graphs. Each writes what it found to OUT/VERB.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,10 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainload
 from trainload.autograd_trace.compiling import inductor
+from trainload.autograd_trace.compiling.cuda_graphs import Pool, Recorded
 from trainload.autograd_trace.compiling.described_device import computing_nothing
 from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups, unbind_groups
 from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED
 from trainload.capture.job.synthesise import rows_of, synthesise
+from trainload.core.errors import CompileError
 from trainload.launching.described.described_gpu import COUNTED
 from trainload.launching.node.build import compile_build, load_build, uncompiled_graphs
 from trainload.launching.node.build_key import device_of
@@ -55,7 +59,9 @@ _DEFINITION = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTA
 _NAME = 150
 """Number of characters of a kernel's name in the name of its file."""
 _STEPS = 4
-"""The first step creates state and tunes kernels; the last one is counted."""
+"""The first step creates state and tunes kernels, the third records CUDA graphs; the last one is
+counted.
+"""
 
 
 def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
@@ -255,7 +261,9 @@ def _ones_read(tensor: Tensor) -> list[float]:
     return [1.0] * tensor.cpu().numel()
 
 
-def dry(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
+def dry(
+    package: Package, plan: Plan, out: Path, *, with_cuda_graphs: bool = False
+) -> dict[str, Any]:
     """Make a rank's steps, and return what the last one has asked of the GPU."""
     folder = Path(json.loads((out / "compile.json").read_bytes())["folder"])
     library = ctypes.CDLL("libcuda.so.1")
@@ -266,6 +274,8 @@ def dry(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with deterministic(), alone_of(0, plan.world_size) if has_peers else nullcontext():
         built = load_build(folder, package, plan, out / "cache")
+        if with_cuda_graphs:
+            built = built.recorded()
         if has_peers:
             bind_groups(plan.groups())
         engine = Engine(package, plan, 0, device_of(plan), built)
@@ -287,13 +297,31 @@ def dry(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
                 found["host_seconds"] = time.perf_counter() - began
         if has_peers:
             unbind_groups(plan.groups())
+    if with_cuda_graphs:
+        found["refused"] = _refusal()
     return found
+
+
+def _refusal() -> str:
+    """Return the error of a CUDA graph whose operator waits for the GPU; empty if there is none."""
+    recorded = Recorded("graph", lambda value: [value * value[0].item()], [True], Pool())
+    try:
+        for _ in range(_STEPS):
+            recorded(torch.ones(8, device="cuda"))
+    except CompileError as error:
+        return str(error)
+    return ""
 
 
 def main() -> None:
     """Do what the command line says."""
     verb, package, plan, out = sys.argv[1], *map(Path, sys.argv[2:])
-    functions = {"compile": compile_, "load": load, "dry": dry}
+    functions: dict[str, Callable[..., dict[str, Any]]] = {
+        "compile": compile_,
+        "load": load,
+        "dry": dry,
+        "recorded": partial(dry, with_cuda_graphs=True),
+    }
     read = Plan.model_validate_json(plan.read_bytes())
     found = functions[verb](trainload.open(package), read, out)
     (out / f"{verb}.json").write_text(json.dumps(found))

@@ -110,6 +110,21 @@ def wrong(gpu: DeviceProfile, found: dict[str, Any], *, wide: bool) -> list[str]
         problems.append(f"loading compiled: {loaded['compiled']}")
     if "dry" in found and found["dry"]["step"]["waits"] > 1:
         problems.append(f"the host waits {found['dry']['step']['waits']} times in a step")
+    if "recorded" in found:
+        problems += _wrong_in_recordings(found["recorded"], found["dry"])
+    return problems
+
+
+def _wrong_in_recordings(recorded: dict[str, Any], dry: dict[str, Any]) -> list[str]:
+    """Return what is wrong with steps as CUDA graphs."""
+    problems = []
+    step, launches = recorded["step"], dry["step"]["launches"]
+    if step["launches"] > launches / 4 or step["recorded"]:
+        problems.append(f"{step['launches']} launches with CUDA graphs, {launches} without")
+    if step["waits"] > 1:
+        problems.append(f"the host waits {step['waits']} times in a step with CUDA graphs")
+    if "aten._local_scalar_dense.default cannot be part of" not in recorded["refused"]:
+        problems.append(f"an operator that waits was recorded: {recorded['refused']}")
     return problems
 
 
@@ -127,6 +142,8 @@ def examined(gpu: DeviceProfile, name: str, scratch: Path) -> dict[str, Any]:
         verbs: dict[str, Any] = {"compile": place.child("compile"), "load": place.child("load")}
         if CASES[name].runs and "pipeline" not in plan:
             verbs["dry"] = place.child("dry", dry=True)
+            if "offload" not in wanted.options:
+                verbs["recorded"] = place.child("recorded", dry=True)
             verbs["estimated_peak_bytes"] = estimated_peak(place)
         verbs["wrong"] = wrong(gpu, verbs, wide=wanted.wide)
         del verbs["compile"]["folder"]
@@ -145,14 +162,16 @@ def estimated_peak(place: Place) -> int:
 def table(found: dict[str, dict[str, Any]]) -> Table:
     """Return a table of what was found."""
     columns = (
-        *("job, plan", "kernels", "compile s", "load s", "launches a step", "host waits"),
-        *("copies to, from the GPU", "peak, estimated MiB", "layer's buckets together", "wrong"),
+        *("job, plan", "kernels", "compile s", "load s", "launches a step, with CUDA graphs"),
+        *("host waits", "copies to, from the GPU", "peak, estimated MiB"),
+        *("layer's buckets together", "wrong"),
     )
     shown = Table(*columns)
     for name, plans in found.items():
         for plan, verbs in plans.items():
             made, step = verbs["compile"], verbs.get("dry", {}).get("step")
             spent = sum(s for stage, s in made["seconds"].items() if stage.startswith("compile"))
+            recorded = verbs.get("recorded", {}).get("step")
             peak = verbs.get("dry", {}).get("peak_bytes")
             copies = f"{step['copies_to_gpu']}, {step['copies_from_gpu']}" if step else "-"
             shown.add_row(
@@ -160,7 +179,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
                 str(made["kernels"]),
                 f"{spent:.0f}",
                 f"{verbs['load']['seconds']:.1f}",
-                str(step["launches"]) if step else "-",
+                f"{step['launches']}, {recorded['launches'] if recorded else '-'}" if step else "-",
                 str(step["waits"]) if step else "-",
                 copies,
                 f"{peak / _MIB:,.0f}, {verbs['estimated_peak_bytes'] / _MIB:,.0f}" if peak else "-",
@@ -180,10 +199,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         found = {name: examined(gpu, name, Path(scratch)) for name in arguments.cases.split(",")}
     Console().print(table(found))
-    RESULTS.write_text(
-        json.dumps({"device": gpu.name, "torch": torch.__version__, "cases": found}, indent=1)
-        + "\n"
-    )
+    about = {"device": gpu.name, "torch": torch.__version__}
+    earlier = json.loads(RESULTS.read_bytes())
+    # cases that were not run keep their results, if they are of the same device and torch
+    kept = earlier["cases"] if {name: earlier[name] for name in about} == about else {}
+    written = {**about, "cases": kept | found}
+    RESULTS.write_text(json.dumps(written, indent=1) + "\n")
     return any(verbs["wrong"] for plans in found.values() for verbs in plans.values())
 
 

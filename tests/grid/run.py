@@ -44,8 +44,8 @@ one process that has four microbatches.
 
 
 BESIDE = """The same for plans that divide the positions of a row, or experts, among ranks, and for
-plans whose loss is computed in three chunks of rows, or which keep activations on the host. A number in brackets stands for a plan that is
-rejected with the message below the table."""
+plans whose loss is computed in three chunks of rows, or which keep activations on the host. A
+number in brackets stands for a plan that is rejected with the message below the table."""
 
 
 @dataclass(frozen=True, slots=True)

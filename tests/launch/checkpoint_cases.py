@@ -20,16 +20,9 @@ from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.checkpoints.sharded_state import ShardedState, held
 from trainload.launching.checkpoints.writer import CheckpointWriter
-from trainload.sharding.plans.plan import Bucket, Cluster, Estimate, Pipeline, Plan, Shard, Slot
+from trainload.sharding.plans.plan import NO_ESTIMATE, Bucket, Cluster, Pipeline, Plan, Shard, Slot
 from trainload.sharding.plans.strategies import Strategy
 
-NOTHING = Estimate(
-    parameter_bytes=0,
-    gradient_bytes=0,
-    optimizer_bytes=0,
-    gathered_bytes=0,
-    communication_bytes_per_step=0,
-)
 PARAMETERS: dict[str, tuple[tuple[int, ...], str | None]] = {
     "a.weight": ((5, 7), "decay"),
     "b.weight": ((3, 11), "decay"),
@@ -123,7 +116,7 @@ def make_plan(
         pipeline=pipeline if stages else None,
         global_batch=24 * world,
         buckets=tuple(buckets),
-        estimate=NOTHING,
+        estimate=NO_ESTIMATE,
     )
 
 

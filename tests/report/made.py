@@ -10,7 +10,7 @@ from typing import Any
 
 from trainload.launching.run.journal import JOURNAL, Event, Journal
 from trainload.launching.run.run_spec import RunSpec, write_spec
-from trainload.sharding.plans.plan import Cluster, Estimate, Plan
+from trainload.sharding.plans.plan import NO_ESTIMATE, Cluster, Plan
 
 BEGIN = 1_790_000_000.0
 """Start time of simulated runs, in seconds since 1970."""
@@ -18,13 +18,6 @@ VOID = frozenset({"meta", "link", "br", "img", "input"})
 
 
 def plan(world: int = 1) -> Plan:
-    estimate = Estimate(
-        parameter_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
-        gathered_bytes=0,
-        communication_bytes_per_step=0,
-    )
     cluster = Cluster(nodes=world)
     return Plan(
         package="ab" * 32,
@@ -32,7 +25,7 @@ def plan(world: int = 1) -> Plan:
         strategy="zero3" if world > 1 else "single",
         global_batch=8,
         buckets=(),
-        estimate=estimate,
+        estimate=NO_ESTIMATE,
     )
 
 

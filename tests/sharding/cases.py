@@ -25,7 +25,7 @@ from trainload.capture.job.definition import Job, Loss
 from trainload.capture.program import Program
 from trainload.capture.tracing.trace import capture
 from trainload.sharding.plans.buckets import make_buckets, parameter_order
-from trainload.sharding.plans.plan import Cluster, Estimate, Plan
+from trainload.sharding.plans.plan import NO_ESTIMATE, Cluster, Plan
 from trainload.sharding.plans.strategies import Strategy
 from trainload.sharding.rewriting.rank_update import Lacking, UpdateStep
 from trainload.sharding.rewriting.rewrite import Phase, RankGraph, accumulated_length, rewrite
@@ -137,13 +137,6 @@ def make_plan(
         bucket_bytes,
     )
     shard_ranks = max(1, world // 2) if strategy == "hybrid" else None
-    nothing = Estimate(
-        parameter_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
-        gathered_bytes=0,
-        communication_bytes_per_step=0,
-    )
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
@@ -153,7 +146,7 @@ def make_plan(
         accumulate=accumulate,
         prefetch=prefetch,
         buckets=buckets,
-        estimate=nothing,
+        estimate=NO_ESTIMATE,
     )
 
 

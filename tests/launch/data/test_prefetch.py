@@ -17,15 +17,7 @@ from trainload.launching.data.dataset import open_dataset
 from trainload.launching.data.prefetch import BatchStream, CallRows, RankRows
 from trainload.launching.data.run_data import OpenPart, RunData
 from trainload.launching.data.sampler import rows
-from trainload.sharding.plans.plan import Cluster, Estimate, Plan
-
-NOTHING = Estimate(
-    parameter_bytes=0,
-    gradient_bytes=0,
-    optimizer_bytes=0,
-    gathered_bytes=0,
-    communication_bytes_per_step=0,
-)
+from trainload.sharding.plans.plan import NO_ESTIMATE, Cluster, Plan
 
 
 def plan(world: int, accumulate: int, global_batch: int = 24) -> Plan:
@@ -36,7 +28,7 @@ def plan(world: int, accumulate: int, global_batch: int = 24) -> Plan:
         global_batch=global_batch,
         accumulate=accumulate,
         buckets=(),
-        estimate=NOTHING,
+        estimate=NO_ESTIMATE,
     )
 
 

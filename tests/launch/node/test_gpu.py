@@ -190,6 +190,13 @@ def test_a_resumed_run_is_the_same(package: Package, tmp_path: Path, backend: Ba
     assert torch.equal(losses(list(read_events(tmp_path / "run"))), whole)
 
 
+def test_cuda_graphs_change_no_bit(package: Package, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = losses(launched(package, tokens(tmp_path), tmp_path / "whole", "local"))
+    recorded = launched(package, tmp_path / "rows.npz", tmp_path, "local", cuda_graphs=True)
+    assert torch.equal(losses(recorded), whole)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
 def test_a_token_out_of_range_is_told_with_its_row(
     package: Package, tmp_path: Path, ray_cluster: None, compiled: bool

@@ -234,7 +234,7 @@ def test_the_command_line_changes_a_run(package: Package, begun: Path, capsys: C
             "speed=2",
             (
                 "there is no setting speed to change; available: checkpoint_every, clip_norm,"
-                " clip_value, compile, deterministic, eval_batches"
+                " clip_value, compile, cuda_graphs, deterministic"
             ),
         ),
         ("steps=0", "--set steps=0: Input should be greater than or equal to 1"),

@@ -30,6 +30,7 @@ VALUES = {
     "adapters.layers": "*.weight,head.*",
     "checkpoints": "s3://bucket/folder",
     "compile": "false",
+    "cuda_graphs": "true",
     "deterministic": "false",
     "frozen": "a.*,b.*",
     "optimizer_from": "runs/before",

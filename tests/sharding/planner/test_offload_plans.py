@@ -1,4 +1,4 @@
-"""Plans with activation offload: when the planner chooses them, their time, and what is rejected."""
+"""Plans with activation offload: when they are chosen, their time, and what is rejected."""
 
 from __future__ import annotations
 

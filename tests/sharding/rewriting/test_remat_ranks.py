@@ -25,7 +25,7 @@ from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES
 from trainload.capture.program import Program
 from trainload.capture.tracing.trace import capture
 from trainload.sharding.plans.buckets import make_buckets, parameter_order
-from trainload.sharding.plans.plan import Cluster, Estimate, Plan
+from trainload.sharding.plans.plan import NO_ESTIMATE, Cluster, Plan
 from trainload.sharding.rewriting.rewrite import RankGraph, rewrite
 
 WORLD, ROWS = 2, 8
@@ -52,20 +52,13 @@ def plan_of(world: int) -> Plan:
         world,
         1,
     )
-    nothing = Estimate(
-        parameter_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
-        gathered_bytes=0,
-        communication_bytes_per_step=0,
-    )
     return Plan(
         package="0" * 64,
         cluster=Cluster(devices_per_node=world),
         strategy="zero3",
         global_batch=ROWS,
         buckets=buckets,
-        estimate=nothing,
+        estimate=NO_ESTIMATE,
     )
 
 
