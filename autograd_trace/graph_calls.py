@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from trainload.autograd_trace.graphs import TANGENT
+
 
 def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Append a call with its fake value, or insert it where the graph inserts nodes.
@@ -19,6 +21,14 @@ def append(graph: Graph, mode: Any, target: Callable[..., Any], *args: Any, **kw
     with mode:
         node.meta["val"] = target(*values[0], **values[1])
     return node
+
+
+def remove_dead_code(graph: Graph) -> None:
+    """Remove nodes that nothing reads, except the one at which backward begins.
+
+    With a loss in chunks nothing reads that one.
+    """
+    graph.eliminate_dead_code(lambda node: node.name == TANGENT or node.is_impure())
 
 
 def converted(call: Callable[..., Node], value: Node, dtype: torch.dtype) -> Node:

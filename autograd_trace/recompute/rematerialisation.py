@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import get_current_meta
 
+from trainload.autograd_trace.graph_calls import remove_dead_code
 from trainload.autograd_trace.graphs import TANGENT
 from trainload.capture.watching.selective import kept_operators
 from trainload.core.errors import CaptureError
@@ -115,7 +116,7 @@ def recompute(
             varied.add(node)
             if node in copied:
                 node.meta[REPEATED] = True
-    module.graph.eliminate_dead_code()
+    remove_dead_code(module.graph)
     module.graph.lint()
     module.recompile()
 

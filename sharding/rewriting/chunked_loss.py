@@ -18,7 +18,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
-from trainload.autograd_trace.graph_calls import append, converted, wide
+from trainload.autograd_trace.graph_calls import append, converted, remove_dead_code, wide
 from trainload.autograd_trace.graphs import CHUNK, TANGENT, StepGraph
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import LazyGraphModule, arguments, ends, mode_of
@@ -190,7 +190,7 @@ class _Chunks:
                 self._compute()
             if node not in calls and (node not in self._copied or node.name == TANGENT):
                 self._copy(node)
-        self._graph.eliminate_dead_code(lambda node: node.name == TANGENT or node.is_impure())
+        remove_dead_code(self._graph)
         self._graph.lint()
         return StepGraph(
             LazyGraphModule(self._step.module, self._graph), self._step.inputs, self._step.outputs

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from trainload.autograd_trace.graph_calls import append
+from trainload.autograd_trace.graph_calls import append, remove_dead_code
 from trainload.autograd_trace.graphs import ADDED, TANGENT, Port, Role, StepGraph
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import (
@@ -424,7 +424,7 @@ class _Rewriter:
         output = self._graph.output(tuple(results))
         output.meta["val"] = tuple(r.meta["val"] for r in results)
         module = LazyGraphModule(self._step.module, self._graph)
-        module.graph.eliminate_dead_code()
+        remove_dead_code(module.graph)
         module.graph.lint()
         return RankGraph(module=module, inputs=inputs, outputs=tuple(outputs))
 

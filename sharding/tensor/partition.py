@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these three register rules of operators
+from trainload.autograd_trace.graph_calls import remove_dead_code
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import bodies_of
 from trainload.core.errors import PlanError
@@ -185,7 +186,7 @@ class _Partitioner:
             results.append(self.value(node, self._factors[port.name] if owned else Unsharded.WHOLE))
         graph.output(tuple(results)).meta["val"] = tuple(result.meta["val"] for result in results)
         module = LazyGraphModule(self._step.module, graph)
-        module.graph.eliminate_dead_code()
+        remove_dead_code(module.graph)
         module.graph.lint()
         inputs = (*self._step.inputs, Port(Role.TENSOR_RANK, "tensor_rank"))
         return Partitioned(

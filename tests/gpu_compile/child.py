@@ -39,6 +39,7 @@ from trainload.autograd_trace.compiling import inductor
 from trainload.autograd_trace.compiling.cuda_graphs import Pool, Recorded
 from trainload.autograd_trace.compiling.described_device import computing_nothing
 from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups, unbind_groups
+from trainload.autograd_trace.graphs import TANGENT
 from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED
 from trainload.capture.job.synthesise import rows_of, synthesise
 from trainload.core.errors import CompileError
@@ -106,6 +107,9 @@ def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         "elsewhere": [text for name in on_gpu for text in _off_the_gpu(name, on_gpu[name])],
         "products": {name: _products(module) for name, module in on_gpu.items()},
+        "forward_products": {
+            name: _forward(module) for name, module in on_gpu.items() if _forward(module)
+        },
         "products_on_cpu": {name: _products(module) for name, module in on_cpu.items()},
         "attention": {name: _attention(module) for name, module in on_gpu.items()},
         "architectures": dict(Counter(map(_architecture, kernels))),
@@ -164,6 +168,15 @@ def _products(module: GraphModule) -> dict[str, int]:
         if getattr(node.target, "__name__", "").split(".")[0] in _PRODUCTS:
             found[str(value.dtype)] += 1
     return dict(found)
+
+
+def _forward(module: GraphModule) -> int:
+    """Return the number of matrix products before backward; 0 if there is no backward."""
+    nodes = list(module.graph.nodes)
+    begin = next((index for index, node in enumerate(nodes) if node.name == TANGENT), 0)
+    return sum(
+        getattr(node.target, "__name__", "").split(".")[0] in _PRODUCTS for node in nodes[:begin]
+    )
 
 
 def _attention(module: GraphModule) -> dict[str, int]:
@@ -227,7 +240,15 @@ def _counted_stages() -> Counter[str]:
 
 
 class _WithoutLibraries(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which cuBLAS and cuDNN are not called: their results are allocated."""
+    """Mode in which cuBLAS and cuDNN are not called: their results are allocated.
+
+    Attributes:
+        allocated: bytes that were allocated at the beginning of each matrix product.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.allocated: list[int] = []
 
     def __torch_dispatch__(
         self,
@@ -239,6 +260,7 @@ class _WithoutLibraries(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         if name in _PRODUCTS and "out" in kwargs:
+            self.allocated.append(torch.cuda.memory_allocated())
             return kwargs["out"]
         if name in ("index_put_", "_index_put_impl_"):
             return args[0]
@@ -281,12 +303,12 @@ def dry(
         engine = Engine(package, plan, 0, device_of(plan), built)
         engine.held.load_package()
         draw = Draw([Microbatch(batch, 0)] * plan.accumulate)
-        with (
-            mock.patch.object(torch.Tensor, "tolist", _ones_read),
-            _WithoutLibraries(),  # type: ignore[no-untyped-call]
-        ):
+        libraries = _WithoutLibraries()
+        with mock.patch.object(torch.Tensor, "tolist", _ones_read), libraries:
             for number in range(_STEPS):
                 torch.cuda.reset_peak_memory_stats()
+                libraries.allocated.clear()
+                held_before = torch.cuda.memory_allocated()
                 before, began = list(counts), time.perf_counter()
                 engine.step(number, [draw])
                 found["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -295,6 +317,8 @@ def dry(
                     for name, after, earlier in zip(COUNTED, counts, before, strict=True)
                 }
                 found["host_seconds"] = time.perf_counter() - began
+        if libraries.allocated:  # a replay of a CUDA graph calls no library
+            found["kept_bytes"] = libraries.allocated[_forward_products(out)] - held_before
         if has_peers:
             unbind_groups(plan.groups())
     if with_cuda_graphs:
@@ -302,9 +326,15 @@ def dry(
     return found
 
 
+def _forward_products(out: Path) -> int:
+    """Return the number of matrix products of forward in the graph that a step calls first."""
+    forward: dict[str, int] = json.loads((out / "compile.json").read_bytes())["forward_products"]
+    return next(number for name, number in forward.items() if name.startswith("train."))
+
+
 def _refusal() -> str:
     """Return the error of a CUDA graph whose operator waits for the GPU; empty if there is none."""
-    recorded = Recorded("graph", lambda value: [value * value[0].item()], [True], Pool())
+    recorded = Recorded("graph", lambda value: [value * (value * 2)[0].item()], [True], Pool())
     try:
         for _ in range(_STEPS):
             recorded(torch.ones(8, device="cuda"))

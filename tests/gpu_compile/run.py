@@ -163,7 +163,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
     """Return a table of what was found."""
     columns = (
         *("job, plan", "kernels", "compile s", "load s", "launches a step, with CUDA graphs"),
-        *("host waits", "copies to, from the GPU", "peak, estimated MiB"),
+        *("host waits", "copies to, from the GPU", "kept for backward MiB", "peak, estimated MiB"),
         *("layer's buckets together", "wrong"),
     )
     shown = Table(*columns)
@@ -182,6 +182,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
                 f"{step['launches']}, {recorded['launches'] if recorded else '-'}" if step else "-",
                 str(step["waits"]) if step else "-",
                 copies,
+                f"{verbs['dry']['kept_bytes'] / _MIB:,.0f}" if peak else "-",
                 f"{peak / _MIB:,.0f}, {verbs['estimated_peak_bytes'] / _MIB:,.0f}" if peak else "-",
                 "yes" if any(made["together"].values()) else "no",
                 str(len(verbs["wrong"])),

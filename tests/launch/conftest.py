@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the graphs that are compiled from now on."""
     names: list[str] = []
 
-    def noted(module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int]) -> Compiled:
+    def noted(
+        module: torch.fx.GraphModule, path: Path, groups: Mapping[str, int], *rest: Any
+    ) -> Compiled:
         names.append(path.stem)
-        return compile_graph(module, path, groups)
+        return compile_graph(module, path, groups, *rest)
 
     monkeypatch.setattr(build, "compile_graph", noted)
     return names

@@ -27,13 +27,16 @@ ONE = Cluster()
 class Words(nn.Module):
     """(rows, 8) words -> (rows, 8, WORDS) logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.table, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))
+        )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
-        found: Tensor = self.head(torch.tanh(self.layer(self.table(words))))
+        found: Tensor = self.head(self.layers(self.table(words)))
         return found
 
 
@@ -41,18 +44,21 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(model(batch["words"]).flatten(0, 1), batch["words"].flatten())
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Package:
+def words_job(layers: int = 1) -> trainload.Job:
     torch.manual_seed(0)
-    job = trainload.Job(
-        model=Words(),
+    return trainload.Job(
+        model=Words(layers),
         batch={"words": torch.randint(0, WORDS, (2, 8))},
         loss=loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         steps=4,
         global_batch=ROWS,
     )
-    return trainload.freeze(job, tmp_path_factory.mktemp("words") / "words.tl")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return trainload.freeze(words_job(), tmp_path_factory.mktemp("words") / "words.tl")
 
 
 @pytest.fixture(scope="module")
