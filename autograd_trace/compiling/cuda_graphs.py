@@ -28,7 +28,10 @@ _Key = tuple[tuple[Any, ...], ...]
 
 
 class Pool:
-    """Memory that recordings share, since they are replayed one after the other."""
+    """Memory that recordings share, since they are replayed one after the other.
+
+    A replay may overwrite what later recordings have left there.
+    """
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
@@ -47,8 +50,8 @@ class Recorded:
     Args:
         name: its name, for errors.
         call: the function. It does not write to its arguments.
-        is_read_before_next_call: for each result, True if nothing reads it after the next call. The
-            others are copied, because a replay writes its results to the same place.
+        is_read_at_once: for each result, True if nothing reads it after the next replay of a
+            recording in the pool has begun and copied its inputs. The others are copied.
         pool: memory of the recordings.
 
     Raises:
@@ -59,11 +62,11 @@ class Recorded:
         self,
         name: str,
         call: Callable[..., Sequence[Tensor]],
-        is_read_before_next_call: Sequence[bool],
+        is_read_at_once: Sequence[bool],
         pool: Pool,
     ) -> None:
         self._name, self._call, self._pool = name, call, pool
-        self._in_place = is_read_before_next_call
+        self._in_place = is_read_at_once
         self._calls: dict[_Key, int] = {}
         self._recordings: dict[_Key, _Recording] = {}
 

@@ -15,8 +15,8 @@ from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.rewriting.rewrite import BETWEEN, Phase
 
 Call = Callable[..., Sequence[Tensor]]
-_READ_AT_ONCE = (Role.BUCKET_GRADIENT, Role.BUFFER)
-"""Roles of results that are read by the update, or by the next call, and then no more."""
+_READ_AT_ONCE = (Role.BUCKET_GRADIENT,)
+"""Roles of results that only the next call or update reads."""
 
 
 @dataclass(frozen=True, slots=True)

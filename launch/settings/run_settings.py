@@ -88,7 +88,8 @@ class RunSettings(EvaluationSettings):
     cuda_graphs: bool = False
     """Record each training graph as a CUDA graph, which the host launches at once. For models so
     small that launching kernels takes longer than computing them. The memory of a call is then used
-    for nothing else. On GPUs, without a pipeline or offload.
+    for nothing else, and stragglers are not found, since waits are not measured. On GPUs, without a
+    pipeline or offload.
     """
     eval_every: Annotated[int | None, SettingInfo(unit="updates", option="--eval-every")] = Field(
         default=None, ge=1
