@@ -43,8 +43,8 @@ _ROWS_APART = 8
 """The first pass computes calls of 1, 8, 64, ... rows and interpolates linearly between them."""
 LOSS_CHUNKS = 8
 """Number of chunks of a loss that the planner tries, as in torchtitan's default."""
-OFFLOADS = (0.5, 1.0)
-"""Fractions of offload that the planner tries if the fastest plan does not fit."""
+OFFLOADS = (0.125, 0.25, 0.5, 1.0)
+"""Fractions of offload that the planner tries for plans that do not fit."""
 _WORTH_CHUNKS = 0.95
 """Chunks are tried if they reduce the peak of a call at least to this part."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (
@@ -432,20 +432,18 @@ def _judge_all(
             continue
         chunks = judge.loss_chunks() if wanted.loss_chunks is None else [wanted.loss_chunks]
         axes = cluster, wanted, tensor, rows, chunks
-        own = [judge.judge(choice) for choice in _choices(*axes, [wanted.offload or 0.0])]
-        if wanted.offload is None and _offload_may_help(own, device):
-            own += [judge.judge(choice) for choice in _choices(*axes, OFFLOADS)]
-        judged += own
+        own = {choice: judge.judge(choice) for choice in _choices(*axes, [wanted.offload or 0.0])}
+        judged += own.values()
+        if wanted.offload is None and device.host is not None:
+            # offload makes no plan faster, so it is for those that do not fit
+            judged += [
+                judge.judge(choice)
+                for choice in _choices(*axes, OFFLOADS)
+                if own[replace(choice, offload=0.0)].bytes > device.memory_bytes
+            ]
         source.forget()
         gc.collect()
     return judged, refused
-
-
-def _offload_may_help(judged: Sequence[_Judged], device: DeviceProfile) -> bool:
-    """Return True if the fastest plan does not fit. Otherwise offload only makes plans slower."""
-    if device.host is None or not judged:
-        return False
-    return min(judged, key=lambda each: each.seconds).bytes > device.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,7 +566,7 @@ def _in_trial_order(judged: list[_Judged], device: DeviceProfile) -> Iterator[Ch
     by memory.
 
     At first only two of each kind of plan are yielded, where plans of one kind differ only in
-    microbatches and recomputation.
+    microbatches, recomputation and offload.
     """
     fitting = sorted(
         (each for each in judged if each.bytes <= device.memory_bytes),
@@ -580,7 +578,7 @@ def _in_trial_order(judged: list[_Judged], device: DeviceProfile) -> Iterator[Ch
     seen: dict[Choice, int] = {}
     later: list[Choice] = []
     for each in fitting:
-        kind = replace(each.choice, accumulate=1, recompute="job")
+        kind = replace(each.choice, accumulate=1, recompute="job", offload=0.0)
         seen[kind] = seen.get(kind, 0) + 1
         if seen[kind] <= 2:
             yield each.choice
