@@ -9,7 +9,12 @@ import re
 import torch
 from torch.fx import GraphModule
 
-from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
+from trainload.autograd_trace.recompute.host_copies import (
+    OFFLOAD,
+    OFFLOADED,
+    RELOAD,
+    RELOADED,
+)
 from trainload.capture.operators import is_collective
 
 _VALUE = r"(?:reinterpret_tensor\()?(\w+)"
@@ -17,9 +22,9 @@ _CALL = re.compile(
     r"(buf\d+) = torch\.ops\.(?:_c10d_functional\.|trainload\.(?=offload|reload))(\w+?)"
     r"(?:_out)?\.default\("
 )
-_SAME = re.compile(r"^\s*(buf\d+) = (buf\d+)(?:;|$)")
 _IN_PLACE = re.compile(rf"torch\.ops\._c10d_functional\.(all_reduce)_\.default\({_VALUE}")
 _WAIT = re.compile(rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({_VALUE}")
+_COPIES = (OFFLOAD, OFFLOADED, RELOAD, RELOADED)
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _mm = torch.ops.aten.mm.default
 
@@ -36,7 +41,7 @@ def order_of_graph(module: GraphModule, *, products: bool = False) -> list[str]:
     for node in module.graph.nodes:
         if node.target is _wait:
             done.append(f"wait {numbers[node.args[0]]}")
-        elif is_collective(node) or node.target in (OFFLOAD, OFFLOADED, RELOAD):
+        elif is_collective(node) or node.target in _COPIES:
             numbers[node] = len(numbers)
             done.append(f"{node.target.overloadpacket.__name__.rstrip('_')} {numbers[node]}")
         elif products and node.target is _mm:
@@ -58,8 +63,6 @@ def order_of_code(code: str, *, products: bool = False) -> list[str]:
         elif found := _CALL.search(line):
             numbers[found[1]], begun = begun, begun + 1
             done.append(f"{found[2].rstrip('_')} {numbers[found[1]]}")
-        elif (found := _SAME.search(line)) and found[2] in numbers:
-            numbers[found[1]] = numbers[found[2]]
         elif products and "extern_kernels.mm(" in line:
             done.append("mm")
     return done

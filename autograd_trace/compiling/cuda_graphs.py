@@ -98,6 +98,8 @@ class Recorded:
                 operators,
             ):
                 outputs = self._call(*values)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CompileError(
                 f"{operators.last} cannot be part of a CUDA graph",

@@ -139,8 +139,8 @@ def _smaller_plans(
 
 
 def _choices(plan: Plan) -> Iterator[Choice]:
-    """Yield variants of the plan's choice with other strategies, recomputation, chunks of the loss,
-    offload and numbers of microbatches.
+    """Yield variants of the plan's choice with other strategies, recomputation, chunks of the loss
+    and numbers of microbatches.
     """
     pipeline = plan.pipeline
     schedule = (
@@ -170,21 +170,14 @@ def _choices(plan: Plan) -> Iterator[Choice]:
         for factor in range(1, rows + 1)
         if rows % factor == 0 and math.log2(factor).is_integer()
     ]
-    can_offload = pipeline is None and plan.cluster.device != "cpu"
-    for strategy, recompute, chunks, offload, count in itertools.product(
+    for strategy, recompute, chunks, count in itertools.product(
         strategies,
         dict.fromkeys((own.recompute, "full")),
         dict.fromkeys((own.loss_chunks, max(own.loss_chunks, LOSS_CHUNKS))),
-        dict.fromkeys((own.offload, 1.0)) if can_offload else (own.offload,),
         counts,
     ):
         choice = replace(
-            own,
-            strategy=strategy,
-            recompute=recompute,
-            accumulate=count,
-            loss_chunks=chunks,
-            offload=offload,
+            own, strategy=strategy, recompute=recompute, accumulate=count, loss_chunks=chunks
         )
         if choice != own:
             yield choice

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.autograd_trace.recompute.host_copies import OFFLOAD
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, RELOAD, RELOADED
 from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, number
 
@@ -22,6 +22,7 @@ _SHARES_STORAGE: set[Any] = {
     aten._unsafe_view.default,
     aten.lift_fresh.default,
     torch.ops._c10d_functional.wait_tensor.default,
+    RELOADED,
 }
 """Operators whose result shares the first operand's storage, although their schemas do not say
 so.
@@ -114,6 +115,9 @@ class Storages:
         if same is not None:
             self.of[node] = self.of[same][:1]
             return
+        if node.target is RELOAD:  # its value is a handle of a copy of its operand
+            host: Any = node.args[0]
+            value = host.meta["val"]
         values = value if isinstance(value, tuple | list) else (value,)
         self.of[node] = tuple(
             self._add_storage(node, storage_bytes(v, self._sizes))

@@ -183,3 +183,13 @@ def check_batch(package: Package, rows: int, world: int, accumulate: int) -> Non
                     " another range of the batch dim."
                 ),
             )
+
+
+def no_offload(offload: float, pipeline_ranks: int) -> PlanError:
+    """Return the error of a plan that would offload values in a pipeline."""
+    return PlanError(
+        "values cannot be offloaded in a pipeline",
+        where="offload",
+        got=f"{offload:g} with {pipeline_ranks} pipeline ranks",
+        hint="Leave offload at 0, or plan without a pipeline.",
+    )

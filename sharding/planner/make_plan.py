@@ -15,7 +15,7 @@ from trainload.core.arguments import check_arguments
 from trainload.core.errors import PlanError
 from trainload.packaging.package import Package
 from trainload.sharding.pipeline.pipeline_axis import default_microbatches, pipe
-from trainload.sharding.planner.check_plan import check_batch, rows_of_update
+from trainload.sharding.planner.check_plan import check_batch, no_offload, rows_of_update
 from trainload.sharding.planner.plan_source import Source
 from trainload.sharding.plans.buckets import item_bytes, make_buckets
 from trainload.sharding.plans.estimate import estimate
@@ -133,8 +133,10 @@ def make_plan(
     )
     if loss_chunks > 1:
         source.check_chunks(axes)
+    if offload and pipeline_ranks > 1:
+        raise no_offload(offload, pipeline_ranks)
     if offload:
-        _check_offload(source, axes, pipeline_ranks)
+        source.check_offload(axes)
     if pipeline_ranks > 1:
         local = source.local(axes)
         pipeline = pipe(
@@ -199,17 +201,6 @@ def make_plan(
 
 plan = make_plan
 """Name of `make_plan` in `trainload`."""
-
-
-def _check_offload(source: Source, axes: Local, pipeline_ranks: int) -> None:
-    if pipeline_ranks > 1:
-        raise PlanError(
-            "values cannot be offloaded in a pipeline",
-            where="offload",
-            got=f"{axes.offload:g} with {pipeline_ranks} pipeline ranks",
-            hint="Leave offload at 0, or plan without a pipeline.",
-        )
-    source.check_offload(axes)
 
 
 def _default_strategy(owners: Sequence[ParameterSpec], source: Source, lanes: int) -> Strategy:

@@ -134,9 +134,9 @@ class Source:
             check_chunked(self._whole_or_partitioned(main, axes), axes.loss_chunks, main)
 
     def check_offload(self, axes: Local) -> None:
-        """Raise PlanError if the main graph has nothing to offload."""
-        main = self.package.manifest.training_graphs()[0]
-        check_offload(self.local(axes, [main])[main], main)
+        """Raise PlanError if no training graph has anything to offload."""
+        names = self.package.manifest.training_graphs()
+        check_offload(list(self.local(axes, names).values()), ", ".join(names))
 
     def _whole_or_partitioned(self, name: str, axes: Local) -> StepGraph:
         if axes.tensor_ranks == 1:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
+from trainload.autograd_trace.recompute.host_copies import (
+    OFFLOAD,
+    OFFLOADED,
+    RELOAD,
+    RELOADED,
+)
 from trainload.capture.operators import bodies_of, is_collective, is_overload
 from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, bytes_of, flops, number
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
@@ -108,14 +113,14 @@ def timeline(
             continue
         name = _name(node)
         if device.host is not None and node.target in host_free:
-            size = bytes_of(node, sizes)
+            size = bytes_of(node.all_input_nodes[0], sizes)
             takes = device.host.seconds + size / device.host.bytes_per_second
             start = max(now, host_free[node.target])
             host_free[node.target] = finished_at[node] = start + takes
             rows.append(Row(node.name, name, start, takes, "host", size, 0.0))
             continue
-        if is_collective(node) or node.target is OFFLOADED:
-            if name == "wait_tensor" or node.target is OFFLOADED:
+        if is_collective(node) or node.target in (OFFLOADED, RELOADED):
+            if name == "wait_tensor" or not is_collective(node):
                 finished = (finished_at.get(source, now) for source in node.all_input_nodes)
                 waits = max(0.0, max(finished) - now)
                 rows.append(Row(node.name, name, now, waits, "wait", 0.0, 0.0))

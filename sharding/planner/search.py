@@ -19,7 +19,7 @@ from typing import Any
 
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.liveness import held
-from trainload.sharding.planner.check_plan import rows_of_update
+from trainload.sharding.planner.check_plan import no_offload, rows_of_update
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 from trainload.sharding.planner.make_plan import make_plan
 from trainload.sharding.planner.plan_costs import Costs, costs, sizes_of
@@ -44,7 +44,9 @@ _ROWS_APART = 8
 LOSS_CHUNKS = 8
 """Number of chunks of a loss that the planner tries, as in torchtitan's default."""
 OFFLOADS = (0.125, 0.25, 0.5, 1.0)
-"""Fractions of offload that the planner tries for plans that do not fit."""
+"""Fractions of offload that the planner tries for plans that may not fit."""
+_NEARLY_FULL = 0.8
+"""Part of a device's memory from which on a plan may not fit: its estimate is not exact."""
 _WORTH_CHUNKS = 0.95
 """Chunks are tried if they reduce the peak of a call at least to this part."""
 _SCHEDULES: tuple[tuple[Schedule, int | None], ...] = (
@@ -188,6 +190,8 @@ def search(
     Raises:
         PlanError: no plan can be made at all.
     """
+    if wanted.offload and (wanted.pipeline or 1) > 1:
+        raise no_offload(wanted.offload, wanted.pipeline or 1)
     rows = rows_of_update(source.package, global_batch)
     judged, refused = _judge_all(source, cluster, device, wanted, rows, options, say)
     if not judged:
@@ -435,11 +439,11 @@ def _judge_all(
         own = {choice: judge.judge(choice) for choice in _choices(*axes, [wanted.offload or 0.0])}
         judged += own.values()
         if wanted.offload is None and device.host is not None:
-            # offload makes no plan faster, so it is for those that do not fit
+            # offload makes no plan faster, so it is for those that may not fit
             judged += [
                 judge.judge(choice)
                 for choice in _choices(*axes, OFFLOADS)
-                if own[replace(choice, offload=0.0)].bytes > device.memory_bytes
+                if own[replace(choice, offload=0.0)].bytes > _NEARLY_FULL * device.memory_bytes
             ]
         source.forget()
         gc.collect()

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import ADDED, CHUNK, StepGraph
-from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD, RELOADED
 from trainload.capture.operators import is_collective
 from trainload.core.errors import PlanError
 from trainload.sharding.analysis.graph_nodes import mode_of
@@ -53,12 +53,12 @@ def offload_kept(step: StepGraph, fraction: float) -> StepGraph:
     return step
 
 
-def check_offload(step: StepGraph, name: str) -> None:
-    """Raise PlanError if an offloaded step graph offloads nothing."""
-    if not any(node.target is OFFLOAD for node in step.module.graph.nodes):
+def check_offload(steps: Iterable[StepGraph], where: str) -> None:
+    """Raise PlanError if offloaded step graphs offload nothing."""
+    if not any(node.target is OFFLOAD for step in steps for node in step.module.graph.nodes):
         raise PlanError(
-            "the graph keeps no value from forward to backward that could be offloaded",
-            where=name,
+            "there is no value, kept from forward to backward, that could be offloaded",
+            where=where,
             hint="Leave offload at 0.",
         )
 
@@ -181,10 +181,11 @@ class _Offloader:
         for host, kept in sorted(
             zip(hosts, part, strict=True), key=lambda each: self._place[self._first_use([each[1]])]
         ):
+            device = kept.value.meta["val"].device
             with self._graph.inserting_before(begin):
-                flying = self._append(RELOAD, host, copied, kept.value.meta["val"].device)
+                handle = self._append(RELOAD, host, copied, device)
             with self._graph.inserting_before(self._first_use([kept])):
-                self._replace(kept, self._append(_WAIT, flying))
+                self._replace(kept, self._append(RELOADED, handle, host, device))
 
     def _first_use(self, part: Iterable[_Kept]) -> Node:
         """Return the first node of backward that reads a value of a part."""

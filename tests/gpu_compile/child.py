@@ -40,7 +40,7 @@ from trainload.autograd_trace.compiling.cuda_graphs import Pool, Recorded
 from trainload.autograd_trace.compiling.described_device import computing_nothing
 from trainload.autograd_trace.derivation.named_groups import alone_of, bind_groups, unbind_groups
 from trainload.autograd_trace.graphs import TANGENT
-from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
 from trainload.capture.job.synthesise import rows_of, synthesise
 from trainload.core.errors import CompileError
 from trainload.launching.described.described_gpu import COUNTED
@@ -157,7 +157,7 @@ def _off_the_gpu(name: str, module: GraphModule) -> list[str]:
     return [
         f"{name}: {n.name} on {v.device}"
         for n, v in _values(module)
-        if v.device.type != "cuda" and n.target not in (OFFLOAD, OFFLOADED)
+        if v.device.type != "cuda" and n.target not in (OFFLOAD, OFFLOADED, RELOAD)
     ]
 
 

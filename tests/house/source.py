@@ -24,7 +24,6 @@ PRIVATE_TORCH = frozenset(
         "autograd_trace/compiling/kernels.py",
         "autograd_trace/derivation/named_groups.py",
         "autograd_trace/derivation/wait_time.py",
-        "autograd_trace/recompute/host_copies.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
         "packaging/graphs/graph_replacement.py",

@@ -146,3 +146,16 @@ def test_an_operator_that_cannot_be_recorded_is_named() -> None:
         match=r"train.only: aten.sin.default cannot be part of a CUDA graph .*not permitted",
     ):
         failing(of(1))
+
+
+def test_memory_that_is_lacking_is_no_fault_of_an_operator() -> None:
+    def call(x: Tensor) -> list[Tensor]:
+        if Repeated.current is not None:
+            raise torch.OutOfMemoryError
+        return [x]
+
+    failing = Recorded("train.only", call, [True], Pool())
+    failing(of(1))
+    failing(of(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        failing(of(1))

@@ -140,6 +140,12 @@ def test_offload_in_a_pipeline_is_rejected(layers: Package) -> None:
         make_plan(layers, two, global_batch=ROWS, pipeline_ranks=2, offload=1.0)
 
 
+def test_a_search_for_offload_in_a_pipeline_is_rejected(source: Source) -> None:
+    two = Cluster(devices_per_node=2)
+    with pytest.raises(PlanError, match="cannot be offloaded in a pipeline"):
+        search(source, two, device(), Wanted(pipeline=2, offload=1.0), global_batch=ROWS)
+
+
 def test_a_file_with_offload_in_a_pipeline_is_rejected(layers: Package) -> None:
     two = Cluster(devices_per_node=2)
     plan = make_plan(layers, two, global_batch=ROWS, pipeline_ranks=2)

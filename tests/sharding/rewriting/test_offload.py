@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tests.capture.jobs import job
+from tests.sharding import given
+from tests.sharding.given import value
 from tests.sharding.rewriting.test_recompute import CASES, captured, results
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from trainload.autograd_trace.compiling.inductor import compile_graph, load_compiled
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
-from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD
+from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD, RELOADED
 from trainload.core.errors import PlanError
+from trainload.launching.node.determinism import deterministic
 from trainload.sharding.analysis.liveness import Storages, held
 from trainload.sharding.plans.strategies import Recompute
 from trainload.sharding.rewriting.offload import check_offload, offload_kept
 from trainload.sharding.rewriting.recompute import recomputed
-
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def layers(fraction: float = 1.0) -> StepGraph:
@@ -103,9 +107,9 @@ def test_values_come_back_before_backward_uses_those_of_the_part_after_theirs() 
     assert len(reloads) == len(nodes_of(made, OFFLOAD))
     assert all(place(node) > begin_of_backward(made) for node in reloads)
     for reload in reloads:
-        (wait,) = reload.users
-        between = list(made.module.graph.nodes)[place(reload) : place(wait)]
-        assert [node for node in between if node.target not in (RELOAD, WAIT)], (
+        (end,) = reload.users
+        between = list(made.module.graph.nodes)[place(reload) : place(end)]
+        assert [node for node in between if node.target not in (RELOAD, RELOADED)], (
             "there is something to compute meanwhile"
         )
 
@@ -135,14 +139,65 @@ def test_a_graph_that_keeps_nothing_is_rejected() -> None:
     step = StepGraph(
         GraphModule({}, graph), (Port(Role.BATCH, "x"),), (Port(Role.PREDICTION, "x"),)
     )
-    with pytest.raises(PlanError, match="keeps no value"):
-        check_offload(offload_kept(step, 1.0), "train")
+    with pytest.raises(PlanError, match="train: there is no value"):
+        check_offload([offload_kept(step, 1.0)], "train")
 
 
 def test_copies_keep_the_layout_of_a_value() -> None:
     value = torch.arange(12.0).reshape(3, 4).t()
     host: Tensor = OFFLOAD(value)
-    again: Tensor = WAIT(RELOAD(host, OFFLOADED([host], [value]), value.device))
+    handle = RELOAD(host, OFFLOADED([host], [value]), value.device)
+    again: Tensor = RELOADED(handle, host, value.device)
     assert torch.equal(again, value)
     assert again.stride() == value.stride()
     assert again.data_ptr() != value.data_ptr()
+
+
+class Convolutions(nn.Module):
+    """Convolutions whose values Inductor stores with channels last: (rows, 3, 12, 12) -> 0-dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 40, 48, 56, 64)
+        self.layers = nn.ModuleList(
+            nn.Conv2d(before, after, 3, padding=1) for before, after in itertools.pairwise(widths)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_compiled_code_keeps_the_memory_that_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    torch.manual_seed(0)
+    of = job(Convolutions(), batch={"x": torch.randn(4, 3, 12, 12)}, loss=lambda m, b: m(b["x"]))
+    program, step = given.captured_step(of)
+    made = offload_kept(step, 1.0)
+    inputs = [value(port, of, dict(program.state), program.constants) for port in step.inputs]
+    with torch.no_grad(), deterministic():
+        expected = step.module(*inputs)
+        compile_graph(made.module, tmp_path / "graph.bin", {})
+        # `offloaded` raises an error if a value is not in the memory that is copied
+        found = load_compiled(tmp_path / "graph.bin")(*inputs)
+    for result, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, other)
+
+
+def test_a_value_that_was_moved_during_its_copy_is_told() -> None:
+    value = torch.ones(4)
+    host = OFFLOAD(value)
+    with pytest.raises(RuntimeError, match="freed during its copy"):
+        OFFLOADED([host], [value.clone()])
+
+
+def test_values_without_elements_are_offloaded() -> None:
+    values = [torch.ones(0, 3), torch.ones(3, 0)]
+    hosts = [OFFLOAD(value) for value in values]
+    copied = OFFLOADED(hosts, values)
+    device = torch.device("cpu")
+    again = [RELOADED(RELOAD(host, copied, device), host, device) for host in hosts]
+    assert [each.shape for each in again] == [each.shape for each in values]
