@@ -92,7 +92,7 @@ class Recorded:
         graph = torch.cuda.CUDAGraph()
         operators = _Operators()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         try:
-            # other threads, such as those of NCCL, may go on
+            # other threads, such as those of NCCL, are not disturbed
             with (
                 torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"),
                 operators,

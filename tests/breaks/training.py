@@ -253,8 +253,8 @@ TRAINING: tuple[Mutation, ...] = (
         3,
         "ZeRO-1 does not gather what the other ranks have updated",
         "launch/worker/engine.py",
-        "state.params[part.bucket.name] = self._gather_stored(",
-        "self._gather_stored(",
+        "state.params[part.bucket.name] = gathered",
+        "pass",
         f"{_TWO}[zero1]",
     ),
     Mutation(
@@ -423,6 +423,32 @@ TRAINING: tuple[Mutation, ...] = (
         "",
         "../sharding/pipeline/test_stages.py"
         "::test_stages_compute_a_gradient_that_forward_has_computed[whole]",
+    ),
+    Mutation(
+        3,
+        "the memory of an offloaded value is freed during its copy",
+        "autograd_trace/recompute/host_copies.py",
+        '@torch.library.custom_op("trainload::offloaded", mutates_args=(), tags=_LAYOUT)',
+        '@torch.library.custom_op("trainload::offloaded", mutates_args=())',
+        "../sharding/rewriting/test_offload.py::test_compiled_code_keeps_the_memory_that_is_copied",
+    ),
+    Mutation(
+        3,
+        "a buffer stays where the replay of another CUDA graph may write",
+        "launch/node/built_graphs.py",
+        "_READ_AT_ONCE = (Role.BUCKET_GRADIENT,)",
+        "_READ_AT_ONCE = (Role.BUCKET_GRADIENT, Role.BUFFER)",
+        "../launch/node/test_recorded_graphs.py"
+        "::test_only_gradients_stay_where_the_next_replay_writes",
+    ),
+    Mutation(
+        3,
+        "recomputation removes the place at which backward begins",
+        "autograd_trace/recompute/rematerialisation.py",
+        "    remove_dead_code(module.graph)\n",
+        "    module.graph.eliminate_dead_code()\n",
+        "../sharding/planner/test_options_together.py"
+        "::test_no_parameter_is_kept_whole_from_forward_to_backward[2-full-0.0]",
     ),
     Mutation(
         3,

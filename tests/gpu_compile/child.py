@@ -129,8 +129,8 @@ def compile_(package: Package, plan: Plan, out: Path) -> dict[str, Any]:
 
 
 def _with_waits(codes: Sequence[str]) -> str:
-    """Return the code that waits for collectives, among those that were written for a graph."""
-    (code,) = [each for each in codes if "_c10d_functional.wait_tensor" in each]
+    """Return the code that waits for collectives or copies, among those written for a graph."""
+    (code,) = [each for each in codes if re.search(r"wait_tensor\.|trainload\.reloaded\.", each)]
     return code
 
 
