@@ -133,9 +133,15 @@ def tokens(folder: Path, bad: int | None = None) -> Path:
 
 
 def launched(
-    package: Package, data: Path, folder: Path, backend: Backend, **options: Any
+    package: Package,
+    data: Path,
+    folder: Path,
+    backend: Backend,
+    offload: float = 0.0,
+    **options: Any,
 ) -> list[Event]:
-    plan = trainload.plan(package, trainload.Cluster(device="cuda"), "single")
+    cluster = trainload.Cluster(device="cuda")
+    plan = trainload.plan(package, cluster, "single", offload=offload)
     trainload.launch(package, plan, data, run_dir=folder / "run", backend=backend, **options)
     return list(read_events(folder / "run"))
 
@@ -190,11 +196,14 @@ def test_a_resumed_run_is_the_same(package: Package, tmp_path: Path, backend: Ba
     assert torch.equal(losses(list(read_events(tmp_path / "run"))), whole)
 
 
-def test_cuda_graphs_change_no_bit(package: Package, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"offload": 1.0}, {"offload": 0.5}])
+def test_neither_cuda_graphs_nor_offload_change_a_bit(
+    package: Package, tmp_path: Path, options: dict[str, Any]
+) -> None:
     (tmp_path / "whole").mkdir()
     whole = losses(launched(package, tokens(tmp_path), tmp_path / "whole", "local"))
-    recorded = launched(package, tmp_path / "rows.npz", tmp_path, "local", cuda_graphs=True)
-    assert torch.equal(losses(recorded), whole)
+    found = launched(package, tmp_path / "rows.npz", tmp_path, "local", **options)
+    assert torch.equal(losses(found), whole)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
