@@ -82,6 +82,7 @@ class _Offloader:
         self._graph = step.module.graph
         self._mode = mode_of(self._graph.find_nodes(op="placeholder"))
         self._forward = Forward(step)
+        self._computed = set(self._forward.nodes)
         *backward, output = self._forward.backward
         self._backward = [node for node in backward if not self._is_size(node)]
         self._place = {node: index for index, node in enumerate(self._graph.nodes)}
@@ -105,24 +106,25 @@ class _Offloader:
         if not isinstance(node.meta.get("val"), SymInt):
             return False
         source = node.all_input_nodes[0]
-        if source not in self._forward.nodes:
+        if source not in self._computed:
             return False
         source.append(node)
         return True
 
     def _find_uses(self) -> dict[int, list[tuple[Node, Node]]]:
         """Return storage of forward -> the nodes of backward that read it, in order, each with the
-        node of forward that it reads.
+        node of forward that it reads. Storages that backward reads as part of several are left out.
         """
         uses: dict[int, list[tuple[Node, Node]]] = {}
-        forward = set(self._forward.nodes)
+        of_several: set[int] = set()
         for node in self._backward:
             for source in node.all_input_nodes:
-                if source in forward:
-                    for storage in self._forward.storages_of(source):
-                        if storage in self._forward.spans:
-                            uses.setdefault(storage, []).append((node, source))
-        return uses
+                storages = self._forward.storages_of(source)
+                if source in self._computed and self._forward.spans.keys() >= set(storages):
+                    for storage in storages:
+                        uses.setdefault(storage, []).append((node, source))
+                    of_several |= set(storages if len(storages) > 1 else ())
+        return {storage: found for storage, found in uses.items() if storage not in of_several}
 
     def _find_kept(self, storage: int) -> _Kept | None:
         """Return a storage that can be offloaded; None for others."""
