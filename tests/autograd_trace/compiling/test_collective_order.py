@@ -103,6 +103,7 @@ def test_collectives_and_waits_stay_between_the_operators_that_they_are_between(
     assert written == expected
 
 
+@pytest.mark.slow
 def test_copies_to_and_from_the_host_stay_between_the_operators_that_they_are_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,11 +37,11 @@ CASES = (
 
 
 class Layers(nn.Module):
-    """Twelve layers that each keep several values: (rows, 64) -> 0-dim."""
+    """Layers that each keep several values: (rows, 64) -> 0-dim."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -57,9 +57,9 @@ def captured(case: str) -> tuple[Job, Program, StepGraph]:
     return of, *given.captured_step(of)
 
 
-def layers_job() -> Job:
+def layers_job(count: int = 12) -> Job:
     torch.manual_seed(0)
-    return job(Layers(), batch={"x": torch.randn(512, 64)}, loss=lambda m, b: m(b["x"]))
+    return job(Layers(count), batch={"x": torch.randn(512, 64)}, loss=lambda m, b: m(b["x"]))
 
 
 def results(case: str, step: StepGraph) -> list[Tensor]:
