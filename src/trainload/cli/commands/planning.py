@@ -113,7 +113,7 @@ plan_file_option = click.option(
     "--offload",
     type=click.FloatRange(0, 1),
     metavar="X",
-    help="Part of activations kept on the host. Default: 0.",
+    help="Activations kept on the host, 0 to 1.",
 )
 @click.option(
     "--batch-norm",
