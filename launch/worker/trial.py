@@ -27,8 +27,8 @@ from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.launching.worker.verify_build import Verifier
 from trainload.sharding.planner.check_plan import check_plan
 
-_TRIAL_STEPS = 4
-"""The first step creates state, the third records CUDA graphs."""
+_TRIAL_STEPS = 3
+"""Steps without CUDA graphs. With them there is one more, since the third one records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,9 @@ def try_out(spec: RunSpec, local_world: int) -> Trial:
         dispatcher = run_dispatcher(package)
         rows = RankRows(package.recipe, data.order(package.recipe.seed), plan, 0)
         steps = []
-        with BatchStream(data, rows, 0, _TRIAL_STEPS, ahead=2 * plan.accumulate) as stream:
-            for step in range(_TRIAL_STEPS):
+        count = _TRIAL_STEPS + spec.cuda_graphs
+        with BatchStream(data, rows, 0, count, ahead=2 * plan.accumulate) as stream:
+            for step in range(count):
                 began = time.perf_counter()
                 calls = next_calls(stream, package.recipe, step, plan.accumulate)
                 draws = [draw_of(of_one, data, dispatcher) for of_one in calls]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from trainload.autograd_trace.graphs import StepGraph
 from trainload.capture.operators import bodies_of
 
 
@@ -24,6 +26,12 @@ class LazyGraphModule(GraphModule):
     def forward(self, *arguments: Any) -> Any:
         super().recompile()
         return self(*arguments)
+
+
+def copy_of(step: StepGraph) -> StepGraph:
+    """Return a copy of a step graph, whose nodes can be changed."""
+    module = LazyGraphModule(step.module, deepcopy(step.module.graph))
+    return StepGraph(module, step.inputs, step.outputs)
 
 
 def ends(module: GraphModule) -> tuple[list[Node], Sequence[Node]]:

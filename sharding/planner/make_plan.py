@@ -133,9 +133,9 @@ def make_plan(
     )
     if loss_chunks > 1:
         source.check_chunks(axes)
-    if offload and pipeline_ranks > 1:
-        raise no_offload(offload, pipeline_ranks)
     if offload:
+        if pipeline_ranks > 1:
+            raise no_offload(offload, pipeline_ranks)
         source.check_offload(axes)
     if pipeline_ranks > 1:
         local = source.local(axes)

@@ -25,6 +25,7 @@ from trainload.sharding.analysis.node_costs import EXAMPLE, Sizes, bytes_of, flo
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
 
 aten = torch.ops.aten
+_WAITS: set[Any] = {torch.ops._c10d_functional.wait_tensor.default, OFFLOADED, RELOADED}
 _NOT_COMPUTED = {
     "getitem",
     "sym_size",
@@ -119,14 +120,14 @@ def timeline(
             host_free[node.target] = finished_at[node] = start + takes
             rows.append(Row(node.name, name, start, takes, "host", size, 0.0))
             continue
-        if is_collective(node) or node.target in (OFFLOADED, RELOADED):
-            if name == "wait_tensor" or not is_collective(node):
-                finished = (finished_at.get(source, now) for source in node.all_input_nodes)
-                waits = max(0.0, max(finished) - now)
-                rows.append(Row(node.name, name, now, waits, "wait", 0.0, 0.0))
-                now += waits
-                exposed += waits
-                continue
+        if node.target in _WAITS:
+            finished = (finished_at.get(source, now) for source in node.all_input_nodes)
+            waits = max(0.0, max(finished) - now)
+            rows.append(Row(node.name, name, now, waits, "wait", 0.0, 0.0))
+            now += waits
+            exposed += waits
+            continue
+        if is_collective(node):
             size = (
                 bytes_of(node, sizes)
                 if name == "all_gather_into_tensor"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
-from trainload.sharding.analysis.graph_nodes import LazyGraphModule, ends
+from trainload.sharding.analysis.graph_nodes import ends
 from trainload.sharding.analysis.liveness import Storages
 
 
@@ -88,12 +88,3 @@ class Forward:
 def has_backward(step: StepGraph) -> bool:
     """Return True if a step graph has a backward part."""
     return any(node.name == TANGENT for node in step.module.graph.nodes)
-
-
-def copy_of(step: StepGraph) -> StepGraph:
-    """Return a copy of a step graph, whose nodes can be changed."""
-    graph = Graph()
-    copied: dict[Node, Node] = {}
-    for node in step.module.graph.nodes:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)

@@ -26,10 +26,10 @@ from trainload.autograd_trace.graphs import ADDED, CHUNK, StepGraph
 from trainload.autograd_trace.recompute.host_copies import OFFLOAD, OFFLOADED, RELOAD, RELOADED
 from trainload.capture.operators import is_collective
 from trainload.core.errors import PlanError
-from trainload.sharding.analysis.graph_nodes import mode_of
+from trainload.sharding.analysis.graph_nodes import copy_of, mode_of
 from trainload.sharding.analysis.liveness import storage_elements
 from trainload.sharding.analysis.node_costs import elements
-from trainload.sharding.rewriting.forward_values import Forward, copy_of, has_backward
+from trainload.sharding.rewriting.forward_values import Forward, has_backward
 
 _PARTS = 16
 """Number of parts into which forward is divided."""

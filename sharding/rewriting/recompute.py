@@ -14,10 +14,10 @@ from torch.fx import Node
 from trainload.autograd_trace.graphs import CHUNK, Role, StepGraph
 from trainload.autograd_trace.recompute.rematerialisation import Region, Regions, recompute
 from trainload.capture.operators import is_collective
-from trainload.sharding.analysis.graph_nodes import ends
+from trainload.sharding.analysis.graph_nodes import copy_of, ends
 from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.plans.strategies import Recompute
-from trainload.sharding.rewriting.forward_values import Forward, copy_of, has_backward
+from trainload.sharding.rewriting.forward_values import Forward, has_backward
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 _PARTS = 24

@@ -8,7 +8,6 @@ the other ranks and microbatches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from torch import ops
@@ -17,8 +16,8 @@ from torch.fx import Node
 from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import TANGENT, Role, StepGraph
 from trainload.sharding.analysis.graph_nodes import (
-    LazyGraphModule,
     computed_from,
+    copy_of,
     ends,
     mode_of,
 )
@@ -37,7 +36,8 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
     """
     if not _has_own_weight(step):
         return step
-    graph = deepcopy(step.module.graph)
+    made = copy_of(step)
+    graph = made.module.graph
     results: Any = graph.output_node().args[0]
     mode, outputs = (
         mode_of(graph.find_nodes(op="placeholder")),
@@ -58,7 +58,7 @@ def ignore_zero_weight(step: StepGraph) -> StepGraph:
     graph.output_node().args = (
         tuple(masked[node] if port.role in own else node for port, node in outputs),
     )
-    return StepGraph(LazyGraphModule(step.module, graph), step.inputs, step.outputs)
+    return made
 
 
 def _has_own_weight(step: StepGraph) -> bool:

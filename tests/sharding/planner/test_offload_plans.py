@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from tests.sharding.planner.test_loss_chunks import device as without_host
 from tests.sharding.rewriting.test_recompute import layers_job
 
 import trainload
@@ -39,18 +40,7 @@ def source(layers: Package) -> Source:
 
 
 def device(memory: int = 2**40, host: Link | None = FAST) -> DeviceProfile:
-    link = Link(seconds=0.0, bytes_per_second=1e9)
-    return DeviceProfile(
-        name="d",
-        kind="cuda",
-        source="made up",
-        memory_bytes=memory,
-        flops={"float32": 1e9},
-        memory_bytes_per_second=1e9,
-        node=link,
-        network=link,
-        host=host,
-    )
+    return without_host(memory).model_copy(update={"host": host})
 
 
 def costs(source: Source, offload: float, host: Link | None = FAST) -> Costs:
