@@ -99,6 +99,7 @@ bench: env
 
 fresh-start: env
 	$(BIN)/python benchmarks/fresh_start.py
+	$(BIN)/python -W ignore benchmarks/fresh_tick.py
 
 freeze: env
 	$(BIN)/python benchmarks/freeze.py

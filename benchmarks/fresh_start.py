@@ -34,6 +34,17 @@ def trainload(cache: Path, *arguments: object) -> None:
     )
 
 
+def make_policy(folder: Path) -> tuple[Path, Path]:
+    """Make a key, and a policy that trusts the builds that it signs. Returns their paths."""
+    key, public, policy = (folder / name for name in ("key.pem", "public.pem", "policy.toml"))
+    curve = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key)]
+    subprocess.run(curve, check=True, capture_output=True)
+    extract = ["openssl", "pkey", "-in", str(key), "-pubout", "-out", str(public)]
+    subprocess.run(extract, check=True, capture_output=True)
+    policy.write_text(f'build_makers = ["{public}"]\n')
+    return key, policy
+
+
 def publish(inputs: Inputs) -> tuple[str, dict[str, float], Path]:
     """Publish the package and a build for each strategy.
 
@@ -42,12 +53,7 @@ def publish(inputs: Inputs) -> tuple[str, dict[str, float], Path]:
         trusts its maker.
     """
     scratch = inputs.scratch
-    key, public, policy = (scratch / name for name in ("key.pem", "public.pem", "policy.toml"))
-    curve = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key)]
-    subprocess.run(curve, check=True, capture_output=True)
-    extract = ["openssl", "pkey", "-in", str(key), "-pubout", "-out", str(public)]
-    subprocess.run(extract, check=True, capture_output=True)
-    policy.write_text(f'build_makers = ["{public}"]\n')
+    key, policy = make_policy(scratch)
     store, cache = scratch / "store", scratch / "cache-of-the-maker"
     trainload(cache, "push", inputs.package, store)
     seconds = {}
@@ -64,10 +70,13 @@ def publish(inputs: Inputs) -> tuple[str, dict[str, float], Path]:
 
 
 def build_sources(inputs: Inputs) -> list[str]:
-    """Return where the newest run's node got its build; [] if its cache had it."""
+    """Return where the newest run's node got its build, and how long it took; [] if its cache had
+    it.
+    """
     newest = max(inputs.scratch.glob("*/run/events.jsonl"), key=lambda path: path.stat().st_mtime)
     events = [json.loads(line) for line in newest.read_text().splitlines()]
-    return [event["data"]["source"] for event in events if event["kind"] == "build"]
+    found = [event["data"] for event in events if event["kind"] == "build"]
+    return [f"{data['source']}, {data['seconds']:.1f} s" for data in found]
 
 
 def main() -> int:
@@ -97,8 +106,8 @@ def main() -> int:
                     folder = inputs.scratch / f"cache-{strategy}-{number}-{cache}"
                     measured = run(f"trainload {strategy}", inputs, folder, None).first_step
                     found[strategy][kind].append(measured)
-                    sources[strategy][kind] = build_sources(inputs)
-                    note(f"{strategy}, {kind}: first step after {measured:.1f} s")
+                    sources[strategy][kind] = origin = build_sources(inputs)
+                    note(f"{strategy}, {kind}: first step after {measured:.1f} s; {origin}")
     medians = {s: {k: median(v) for k, v in of.items() if v} for s, of in found.items()}
     rows = [
         (

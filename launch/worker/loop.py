@@ -205,7 +205,7 @@ class _Worker:
                 message="no C++ compiler was found: the graphs run uncompiled, which is slower",
             )
         try:
-            return self._opened.built
+            return self._opened.built(self._contact.write)
         except Exception as error:
             explained = explain_without_rows(error, "building the graphs")
             if explained is None or explained is error:

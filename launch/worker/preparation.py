@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -63,6 +63,19 @@ class Sharing(Protocol):
         """Let other nodes fetch a build of this node's cache."""
 
 
+class Write(Protocol):
+    """A writer of events, such as `Contact.write`."""
+
+    def __call__(self, kind: str, **data: Any) -> None:
+        """Write an event."""
+
+
+def log_warning(kind: str, **data: Any) -> None:
+    """Write an event of kind `warning` to the log, and no other: there is no journal."""
+    if kind == "warning":
+        _log.warning(data["message"])
+
+
 def prepare_node(
     spec: RunSpec,
     ranks: Sequence[int],
@@ -101,7 +114,14 @@ def prepare_node(
     if spec.compile and can_compile():
         began = time.perf_counter()
         for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            folder = _obtain_build(spec, package, index, contact, shared)
+            folder = _obtain_build(
+                spec,
+                package,
+                index,
+                contact.write,
+                processes=compiling_processes(spec.plan),
+                shared=shared,
+            )
             if not quiet:
                 _report_layers(contact, folder)
         if not quiet:
@@ -109,10 +129,24 @@ def prepare_node(
 
 
 def _obtain_build(
-    spec: RunSpec, package: Package, index: int, contact: Contact, shared: Sharing | None
+    spec: RunSpec,
+    package: Package,
+    index: int,
+    write: Write,
+    *,
+    processes: int = 1,
+    shared: Sharing | None = None,
 ) -> Path:
     """Fetch or compile a build unless the node's cache has it, report where it came from, and let
     the other nodes have it.
+
+    Args:
+        spec: the run.
+        package: its package.
+        index: index, on the pipeline axis, of the ranks that call the build.
+        write: writer of the journal's events.
+        processes: see `compile_build`.
+        shared: exchange of builds with the other nodes; None if there are none.
     """
     began = time.perf_counter()
     origins: list[str] = []
@@ -130,7 +164,7 @@ def _obtain_build(
         return found
 
     def warn(message: str) -> None:
-        contact.write("warning", message=f"{socket.gethostname()}: {message}")
+        write("warning", message=f"{socket.gethostname()}: {message}")
 
     others = FetchedBuilds(
         spec.package, spec.policies, warn, on_fetched=lambda: origins.append("the store")
@@ -144,7 +178,7 @@ def _obtain_build(
         index,
         evaluates=spec.evaluates,
         is_deterministic=spec.deterministic,
-        processes=compiling_processes(spec.plan),
+        processes=processes,
         others=others,
         share=share,
     )
@@ -153,7 +187,7 @@ def _obtain_build(
         shared.give_build(folder.name, folder)
     if origins:
         seconds = time.perf_counter() - began
-        contact.write("build", host=socket.gethostname(), source=origins[-1], seconds=seconds)
+        write("build", host=socket.gethostname(), source=origins[-1], seconds=seconds)
     return folder
 
 
@@ -193,6 +227,7 @@ class Opened:
     def __init__(self, spec: RunSpec, rank: int) -> None:
         self._spec = spec
         self._rank = rank
+        self._built: tuple[Built, Path | None] | None = None
 
     @cached_property
     def package(self) -> Package:
@@ -206,10 +241,12 @@ class Opened:
         """The data and the held-out data."""
         return open_data(self._spec, self.package)
 
-    @cached_property
-    def built(self) -> tuple[Built, Path | None]:
-        """The graphs, and the folder of their build (`built_for`)."""
-        return built_for(self._spec, self.package, self._spec.plan.pipeline_index(self._rank))
+    def built(self, write: Write) -> tuple[Built, Path | None]:
+        """Return the graphs, and the folder of their build (`built_for`)."""
+        if self._built is None:
+            index = self._spec.plan.pipeline_index(self._rank)
+            self._built = built_for(self._spec, self.package, index, write)
+        return self._built
 
 
 class Keeper:
@@ -228,29 +265,20 @@ class Keeper:
         return self._opened
 
 
-def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Built, Path | None]:
+def built_for(
+    spec: RunSpec, package: Package, pipeline_index: int, write: Write = log_warning
+) -> tuple[Built, Path | None]:
     """Return the graphs that a rank calls, and the folder of their build; None if they are not
     compiled.
 
-    They are compiled, or loaded from the node's cache, if the run wants that and the machine has a
-    compiler.
+    They are compiled, fetched, or loaded from the node's cache, if the run wants that and the
+    machine has a compiler. `write` gets where they came from unless the cache had them.
 
     Raises:
         CompileError: there is no compiler, and the run requires compiled graphs.
     """
-    device, evaluates = device_of(spec.plan), spec.evaluates
     if spec.compile and can_compile():
-        folder = compile_build(
-            package,
-            spec.plan,
-            device,
-            default_cache_dir(),
-            lambda *_: None,
-            pipeline_index,
-            evaluates=evaluates,
-            is_deterministic=spec.deterministic,
-            others=FetchedBuilds(spec.package, spec.policies, _log.warning),
-        )
+        folder = _obtain_build(spec, package, pipeline_index, write)
         return load_build(folder, package, spec.plan, default_cache_dir()), folder
     if spec.compile and spec.require_compiled:
         raise CompileError(
@@ -259,4 +287,13 @@ def built_for(spec: RunSpec, package: Package, pipeline_index: int) -> tuple[Bui
             expected="a C++ compiler for the run's graphs (require_compiled)",
             hint="Install g++, or omit require_compiled to run the graphs interpreted.",
         )
-    return uncompiled_build(package, spec.plan, device, pipeline_index, evaluates=evaluates), None
+    return (
+        uncompiled_build(
+            package,
+            spec.plan,
+            device_of(spec.plan),
+            pipeline_index,
+            evaluates=spec.evaluates,
+        ),
+        None,
+    )

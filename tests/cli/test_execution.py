@@ -84,6 +84,7 @@ print(status, "ray" in sys.modules, signal.getsignal(signal.SIGTERM) is before)
 """
 
 
+@pytest.mark.matrix("data")
 @pytest.mark.parametrize("missing", ["package", "data"])
 def test_a_launch_without_its_package_or_data_starts_no_cluster(
     missing: str, tiny: Package, tiny_data: Path, tmp_path: Path
@@ -101,6 +102,7 @@ def test_a_launch_without_its_package_or_data_starts_no_cluster(
     assert "missing" in done.stderr
 
 
+@pytest.mark.slow  # starts a cluster
 def test_a_launch_that_fails_after_it_has_begun_to_connect_restores_signals(
     tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_connection_that_is_never_made_does_not_keep_the_process(
     assert done.stderr.startswith("trainload: damaged.tl")
 
 
+@pytest.mark.matrix("Ctrl-C")
 @pytest.mark.parametrize("terminate", [True, False], ids=["SIGTERM", "Ctrl-C"])
 def test_a_launch_that_is_ended_while_it_connects_leaves_nothing(
     terminate: bool, tiny: Package, tiny_data: Path, tmp_path: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,43 @@ CASES = {
 }
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    wide = torch.float32 if left.dtype in _NARROW else left.dtype
+    out = left.new_empty((left.shape[0], right.shape[1]), dtype=wide)
+    return torch.mm(left.to(wide), right.to(wide), out=out).to(left.dtype)
+
+
+def _sum_in_float32(
+    term: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    wide = torch.float32 if left.dtype in _NARROW else left.dtype
+    out = left.new_empty((left.shape[0], right.shape[1]), dtype=wide)
+    operands = (term.to(wide), left.to(wide), right.to(wide))
+    return torch.addmm(*operands, beta=beta, alpha=alpha, out=out).to(left.dtype)
+
+
+def products_in_float32() -> Any:
+    """Compute products of bfloat16 and float16 in float32 as long as the result exists.
+
+    A freeze makes steps, and a CPU without instructions for these types takes hours for GPT-2's.
+    Only the kernels differ, not the graphs.
+    """
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are overridden
+        library.impl("mm", _product_in_float32, "CPU")
+        library.impl("addmm", _sum_in_float32, "CPU")
+    return library
+
+
 def main() -> None:
     """Freeze the job of a case, and plan it."""
     name, out = sys.argv[1], Path(sys.argv[2])
@@ -127,4 +165,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    kept = products_in_float32()
     main()

@@ -210,8 +210,6 @@ SOME = (
     "multinomial",
     "views stacked inside of a region",
     "in a scan",
-    "in a scan over rows",
-    "two stacked views in a branch",
 )
 some_draws = pytest.mark.matrix(when=lambda name: name in SOME)
 
@@ -283,7 +281,7 @@ def test_a_random_operator_without_a_stateless_form_is_refused_with_its_line() -
         derive(program, "train", CPU)
 
 
-@pytest.mark.matrix(when=lambda name: name in ("in a branch", "in a loop", "in a scan", "in a map"))
+@pytest.mark.matrix(when=lambda name: name in ("in a branch", "in a scan"))
 @pytest.mark.parametrize(
     "name", [name for name in IN_CONTROL_FLOW if name != "alpha dropout in a scan"]
 )

@@ -285,6 +285,7 @@ def test_a_process_that_only_reads_packages_knows_the_operators(tmp_path: Any) -
     assert float(child.stdout) > 0
 
 
+@pytest.mark.matrix("train")
 @pytest.mark.parametrize("graph", ["train", "eval"])
 def test_a_loss_under_autocast_with_control_flow_in_it_is_one_region(graph: str) -> None:
     """Torch does not convert its mode changes if a graph starts with control-flow bodies."""

@@ -70,6 +70,7 @@ def test_a_scan_has_eagers_loss_and_gradients_on_every_number_of_rows(middle: Mi
     assert str(program.graphs["train"].guard) == "x float32[batch, 8]"
 
 
+@pytest.mark.slow
 def test_scans_along_several_dims_are_captured_in_one_model() -> None:
     """The code that torch compiled for one scan does not apply to the next."""
 

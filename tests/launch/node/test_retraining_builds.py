@@ -17,7 +17,7 @@ from tests.shared import frozen_once
 import trainload
 from trainload.core.errors import RequestError
 from trainload.launching.node import build as building
-from trainload.launching.run.journal import read_events
+from trainload.launching.run.journal import Event, read_events
 from trainload.packaging.package import Package
 from trainload.packaging.stores.stored_builds import BuildPushReport
 from trainload.retraining.config.config import Config
@@ -107,10 +107,20 @@ def test_it_derives_and_compiles_nothing(made: tuple[Ended, list[str]]) -> None:
     assert made[1] == []
 
 
-def test_it_runs_compiled_graphs(made: tuple[Ended, list[str]], config: Config) -> None:
+def events_of(config: Config, kind: str) -> list[Event]:
+    """Return the events of a kind in the journal of the tick's run."""
     (run,) = Path(config.runs).glob("*/*/run-1")
-    starts = [event for event in read_events(run) if event.kind == "start"]
-    assert [start.data["compiled"] for start in starts] == [True]
+    return [event for event in read_events(run) if event.kind == kind]
+
+
+def test_it_runs_compiled_graphs(made: tuple[Ended, list[str]], config: Config) -> None:
+    assert [start.data["compiled"] for start in events_of(config, "start")] == [True]
+
+
+def test_the_journal_names_the_source_of_the_build(
+    made: tuple[Ended, list[str]], config: Config
+) -> None:
+    assert [build.data["source"] for build in events_of(config, "build")] == ["the store"]
 
 
 def test_a_line_without_a_release_has_no_builds(

@@ -137,6 +137,7 @@ def test_a_server_without_clients_ends(another_runtime: Path) -> None:
     assert not list(another_runtime.rglob("*.socket"))
 
 
+@pytest.mark.slow  # test_node_actor.py kills the server of an actor
 def test_a_server_that_was_killed_is_replaced(another_runtime: Path) -> None:
     with ForkServer.connect(LONG) as first:
         child = first.fork("rank 0", {})

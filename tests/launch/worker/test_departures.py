@@ -59,6 +59,7 @@ def is_float(found: Any) -> bool:
     return isinstance(found, Tensor) and found.is_floating_point() and bool(found.count_nonzero())
 
 
+@pytest.mark.slow  # test_verifying.py has one fault
 def test_a_fault_is_found_at_each_operator_of_a_graph(
     graph: tuple[GraphModule, Values], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_compiled_pipeline_trains_as_one_process(small_data: Path, tmp_path: P
     assert warnings_of(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_where_memory_is_short_graphs_are_compared_on_fewer_rows(
     small: Package, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

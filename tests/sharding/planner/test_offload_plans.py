@@ -67,6 +67,7 @@ def test_the_fraction_that_waits_less_is_chosen(source: Source) -> None:
     assert best.choice.offload == 0.5
 
 
+@pytest.mark.slow
 def test_recomputation_is_chosen_where_copies_take_longer(source: Source) -> None:
     wanted = Wanted(accumulate=1, loss_chunks=1)
     best = search(source, ONE, device(between(source), SLOW), wanted, global_batch=ROWS).best
@@ -84,6 +85,7 @@ def test_offload_is_not_tried_without_need_or_means(
     assert {c.choice.offload for c in found.candidates} == {0.0}
 
 
+@pytest.mark.slow
 def test_an_offload_that_is_decided_already_stays(source: Source) -> None:
     wanted = Wanted(accumulate=1, offload=0.25)
     found = search(source, ONE, device(), wanted, global_batch=ROWS, exact=1)
