@@ -46,7 +46,8 @@ from trainload.packaging.tensors.safetensors_file import (
     read_tensors,
     tensor_places,
 )
-from trainload.packaging.tensors.weight_shards import LazyState, WeightReader
+from trainload.packaging.tensors.weight_shards import LazyState, WeightReader, Weights
+from trainload.packaging.weight_sources.replaced_weights import ReplacedWeights
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Package:
         namespaces: trusted namespaces of operators of other libraries.
         source: reference in the store or registry from which the package was fetched, if any, so
             that other machines can fetch it too.
+        given: weights that take the place of its own.
 
     Example:
         package = trainload.open("gpt.tl")
@@ -75,22 +77,33 @@ class Package:
     manifest: Manifest = field(repr=False)
     namespaces: frozenset[str] = frozenset()
     source: str | None = None
+    given: ReplacedWeights | None = field(default=None, repr=False, compare=False)
 
     @property
     def recipe(self) -> Recipe:
         """The recipe that drives the graphs."""
         return self.manifest.recipe
 
-    @cached_property
-    def weights(self) -> WeightReader:
-        """Lazy reader of parameters and buffers.
+    @property
+    def weights(self) -> Weights:
+        """Lazy reader of parameters and buffers: those that a run was given, or the package's own.
 
         Raises:
             IntegrityError: the index or the list of chunks is damaged.
-            PackageError: the package is abstract.
+            PackageError: the package is abstract, and was given none.
         """
+        return self.stored_weights if self.given is None else self.given
+
+    @cached_property
+    def stored_weights(self) -> WeightReader:
+        """Lazy reader of the package's own weights. The errors are those of `weights`."""
         check_weights(self)
         return WeightReader(self.path, self.manifest)
+
+    @property
+    def has_weights(self) -> bool:
+        """True unless the package is abstract, and was given none."""
+        return self.manifest.abstract is None or self.given is not None
 
     def program(self) -> Program:
         """Load the captured graphs.
@@ -111,7 +124,7 @@ class Package:
             graphs=graphs,
             parameters=self.parameters,
             buffers=tuple(buffer_spec(entry) for entry in self.manifest.buffers),
-            state={} if self.manifest.abstract is not None else LazyState(self.weights),
+            state=LazyState(self.weights) if self.has_weights else {},
             constants=self._constants_of_graphs(constants),
             variants=self.manifest.variants,
         )
@@ -341,7 +354,7 @@ class Package:
             )
         if self.manifest.constants:
             tensor_places(*self._constants_file())
-        if self.manifest.abstract is None:
+        if self.has_weights:
             self.weights.check_headers()
 
     def _constants_file(self) -> tuple[bytes, str, tuple[TensorSpec, ...]]:
@@ -355,17 +368,14 @@ def check_weights(package: Package) -> None:
     """Check that a package has weights.
 
     Raises:
-        PackageError: the package is abstract.
+        PackageError: the package is abstract, and was given none.
     """
-    if package.manifest.abstract is not None:
+    if not package.has_weights:
         raise PackageError(
             "this package is abstract: it has shapes but no weights, so it can be inspected and"
             " planned, but not run",
             where=str(package.path),
-            hint=(
-                "Freeze the job with its weights on a machine where they fit: trainload freeze"
-                " without --abstract."
-            ),
+            hint="Pass weights: trainload launch --weights FOLDER.",
         )
 
 

@@ -348,13 +348,14 @@ def with_weights(
             max_shard,
             trained_tensors(manifest, trained),
         )
-        features = {feature for feature in manifest.features if feature != "training"} | (
+        features = set(manifest.features) - {"training", "abstract"} | (
             {"training"} if training is not None else set()
         )
         changes = {
             "parent": package.digest,
             "training": training,
             "features": tuple(sorted(features)),
+            "abstract": None,
         }
         _write_manifest(root, manifest.model_copy(update=changes), _media_types(manifest))
     return open_package(Path(path), namespaces=package.namespaces)

@@ -28,6 +28,7 @@ from trainload.launching.data.data_files import is_url, local_path
 from trainload.launching.data.made_data import Data, InFiles, in_files, written
 from trainload.launching.data.run_data import check_run_data
 from trainload.launching.node.libraries import absolute, check_runnable
+from trainload.launching.run.given_weights import given_weights, with_given
 from trainload.launching.run.journal import Event
 from trainload.launching.run.result import check_output
 from trainload.launching.run.run_directory import RUN_FILE
@@ -67,7 +68,7 @@ class ExecutionOptions(Settings):
 
 
 class PackageOptions(Settings):
-    """Operators that a package may call."""
+    """Operators that a package may call, and its weights."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -78,6 +79,12 @@ class PackageOptions(Settings):
 
     Every worker loads them.
     """
+    weights_from: str | Path | None = None
+    """Source of the weights, in place of the package's: a safetensors file, a folder of such files
+    (as from Hugging Face), a package, at a path or URL, or a release. Each rank reads its part.
+    """
+    partial_weights: bool = False
+    """True if `weights_from` may lack tensors, which keep the package's values, and have others."""
 
 
 class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
@@ -118,6 +125,7 @@ def spec_of(
             )
         )
 
+    given, partial = absolute_path(request.weights_from), request.partial_weights
     fields: dict[str, Any] = {name: getattr(request, name) for name in RunSettings.model_fields} | {
         "package": package.source or str(package.path),
         "plan": plan,
@@ -132,6 +140,7 @@ def spec_of(
         "plans": _order_plans(plan, request.plans),
         "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(request.libraries)},
         "trust_extensions": request.trust_extensions,
+        "given": None if given is None else given_weights(package, given, partial=partial),
         "digest": package.digest,
         "versions": versions(),
         "policies": find_policies(None if policy is None else Path(policy)),
@@ -278,9 +287,10 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
 
     Returns: the package that is trained: the frozen one with the run's overrides.
     """
+    frozen = with_given(frozen, spec.given)
     check_weights(frozen)
     frozen.check_contents()
-    package = spec.overrides.apply(frozen, spec.steps)
+    package = with_given(spec.overrides.apply(frozen, spec.steps), spec.given)
     for each in spec.plans or (spec.plan,):
         if each.package == frozen.digest != package.digest:
             raise PlanError(

@@ -21,7 +21,12 @@ from trainload.core.canonical_json import canonical_json, sha256_bytes, sha256_f
 from trainload.core.credentials import without_secrets
 from trainload.core.errors import DataError, MissingDataError
 from trainload.core.reading import reading
-from trainload.core.storage.filesystem import failures, file_system, unreachable
+from trainload.core.storage.filesystem import (
+    VERSION_KEYS,
+    failures,
+    file_system,
+    unreachable,
+)
 
 Source = str | Path | Sequence[str | Path]
 """One or several files, folders of files or glob patterns, each a path or an fsspec URL. The files
@@ -35,19 +40,6 @@ _SETTLED_NS = 2_000_000_000
 """A file that was modified less than this time before it was read may change again with the same
 timestamp.
 """
-_VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "generation",
-    "md5Hash",
-    "blob_id",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "created",
-)
-"""Names that file systems use for a property that changes with a file's content."""
 
 
 class DataFile(Protocol):
@@ -146,7 +138,7 @@ class UrlFile:
         """
         with _converting_failures(self.name):
             facts = self.fs.info(self.path)
-        version = {name: str(facts[name]) for name in _VERSION_KEYS if facts.get(name)}
+        version = {name: str(facts[name]) for name in VERSION_KEYS if facts.get(name)}
         if not version:
             with self.opened() as stream:
                 digest = hashlib.sha256()

@@ -8,13 +8,15 @@ from pathlib import Path
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.fetching import fetched
 from trainload.launching.node.libraries import open_for_run
+from trainload.launching.run.given_weights import with_given
 from trainload.launching.run.run_spec import RunSpec
 from trainload.packaging.package import Package
 from trainload.packaging.stores.references import is_reference
 
 
 def frozen_package(spec: RunSpec) -> Package:
-    """Open a run's package as it was frozen; the output of the run is based on it.
+    """Open a run's package as it was frozen, with the weights that the run was given; the output of
+    the run is based on it.
 
     A package in a store is fetched into this node's cache first. The errors are those of
     `open_for_run` and `fetched`.
@@ -26,7 +28,7 @@ def frozen_package(spec: RunSpec) -> Package:
     package = open_for_run(
         path, spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions
     )
-    return replace(package, source=source)
+    return with_given(replace(package, source=source), spec.given)
 
 
 def trained_package(spec: RunSpec) -> Package:
@@ -35,4 +37,4 @@ def trained_package(spec: RunSpec) -> Package:
 
     The errors are those of `frozen_package`.
     """
-    return spec.overrides.apply(frozen_package(spec), spec.steps)
+    return with_given(spec.overrides.apply(frozen_package(spec), spec.steps), spec.given)

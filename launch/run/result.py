@@ -19,6 +19,7 @@ from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.checkpoint_files import Where
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
+from trainload.launching.run.given_weights import with_given
 from trainload.launching.run.journal import Event, stream_events
 from trainload.launching.run.run_changes import settings_of
 from trainload.launching.run.run_spec import RunSpec
@@ -81,7 +82,7 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         StorageError: the output's path exists, the disk is full, or the checkpoints cannot be
             reached.
     """
-    run_dir = Path(spec.run_dir)
+    run_dir, package = Path(spec.run_dir), with_given(package, spec.given)
     place = place_of(run_dir, spec.checkpoints)
     usable = usable_checkpoint(place, patience=spec.storage_patience)
     if usable.path is None:

@@ -16,6 +16,7 @@ from trainload.core.paths import check_name
 from trainload.core.reading import reading
 from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.retention import Retention
+from trainload.launching.run.given_weights import GivenWeights
 from trainload.launching.run.run_directory import (
     RUN_FILE,
     missing_folders,
@@ -72,6 +73,8 @@ class RunSpec(RunSettings):
 
     `overrides` and the other settings are those in effect now.
     """
+    given: GivenWeights | None = None
+    """Weights that the run begins from, in place of the package's."""
     libraries: dict[str, str | None] = Field(default_factory=dict)
     """Custom operators that the package may call: namespace -> the module or file that every worker
     imports for it.

@@ -86,6 +86,12 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
         StorageError: the cache cannot be written.
     """
     check_weights(package)
+    if package.manifest.abstract is not None:
+        raise JobError(
+            "the graphs of a package without weights of its own cannot be changed at the launch",
+            where="adapters" if changes.adapters is not None else "precision",
+            hint="Write a package with the weights first: trainload.fill.",
+        )
     adapters = (
         None
         if changes.adapters is None

@@ -60,7 +60,7 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
         PackageError: a package is abstract.
     """
     differences: list[TensorDifference] = []
-    a, b = before.weights, after.weights
+    a, b = before.stored_weights, after.stored_weights
     for name in a.names():
         if name not in b or (a.dtype(name), a.shape(name)) != (b.dtype(name), b.shape(name)):
             continue

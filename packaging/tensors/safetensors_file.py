@@ -41,7 +41,8 @@ CODES: Mapping[str, str] = {
 }
 """torch's name of a dtype -> its name in safetensors."""
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}
-_NAMES = {code: name for name, code in CODES.items()}
+NAMES: Mapping[str, str] = {code: name for name, code in CODES.items()}
+"""Name of a dtype in safetensors -> torch's name."""
 MAX_HEADER = 64 * 2**20
 _LARGE = 4 * 2**20
 """Bytes from which memory uses huge pages: one page fault per 2 MiB instead of one per 4 KiB."""
@@ -235,7 +236,7 @@ def parse_header(
         ):
             raise IntegrityError("a tensor file's header is malformed", where=f"{where}, {name}")
         begin, end = entry["data_offsets"]
-        described = (_NAMES.get(str(entry["dtype"])), entry["shape"])
+        described = (NAMES.get(str(entry["dtype"])), entry["shape"])
         if described != (spec.dtype, list(spec.shape)) or end != begin + spec.nbytes:
             raise IntegrityError(
                 "a tensor's dtype or shape does not match the manifest",

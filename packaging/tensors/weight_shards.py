@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -382,10 +382,28 @@ def _open_chunked(
     )
 
 
+class Weights(Protocol):
+    """Parameters and buffers that are read when they are needed; see `WeightReader`."""
+
+    def names(self) -> tuple[str, ...]: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+    def check_headers(self) -> None: ...
+
+
 class LazyState(Mapping[str, torch.Tensor]):
     """`Program.state` of a package: each access reads the tensor from disk."""
 
-    def __init__(self, reader: WeightReader) -> None:
+    def __init__(self, reader: Weights) -> None:
         self._reader = reader
 
     def __getitem__(self, name: str) -> torch.Tensor:

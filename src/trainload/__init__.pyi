@@ -35,6 +35,7 @@ from .core.errors import TrainingError as TrainingError
 from .core.errors import TrainloadError as TrainloadError
 from .core.errors import UnsafePackageError as UnsafePackageError
 from .core.errors import VersionError as VersionError
+from .core.errors import WeightsError as WeightsError
 from .core.errors import WorkError as WorkError
 from .exporting.export_graphs import Exported as Exported
 from .exporting.export_graphs import export as export
@@ -42,6 +43,7 @@ from .freezing.freeze import freeze as freeze
 from .freezing.record import record as record
 from .launching.api.evaluate import EvaluationResult as EvaluationResult
 from .launching.api.evaluate import evaluate as evaluate
+from .launching.api.fill import fill as fill
 from .launching.api.launch import dry_run as dry_run
 from .launching.api.launch import launch as launch
 from .launching.api.launch import resume as resume

@@ -40,6 +40,7 @@ LAYERS = [
     "autograd_trace.compiling",
     "packaging.format",
     "packaging.tensors",
+    "packaging.weight_sources",
     "packaging.graphs",
     "packaging.libraries",
     "packaging",

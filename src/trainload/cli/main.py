@@ -257,6 +257,7 @@ for _command in (
     packages.inspect,
     packages.verify,
     packages.sign,
+    packages.fill,
     compare.diff,
     show_graphs.show,
     show_graphs.ops,

@@ -94,6 +94,11 @@ def _rebuild(kind: type[TrainloadError], problem: str, details: dict[str, Any]) 
     return kind._of(problem, details)
 
 
+def printable(text: str) -> str:
+    """Return a text with its unprintable characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class RequestError(TrainloadError, ValueError):
     """The request was wrong: nothing was done."""
 
@@ -149,11 +154,39 @@ class PackageError(RequestError):
     """
 
     def __str__(self) -> str:
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+        return printable(super().__str__())
 
 
 class IntegrityError(PackageError):
     """A package's bytes are not what its manifest says."""
+
+
+class WeightsError(RequestError):
+    """Weights from elsewhere cannot be used for a package.
+
+    Args:
+        problem, where, expected, got, hint: as for every error.
+        table: lines of the tensors that do not fit, which follow the message.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        hint: str = "",
+        table: Sequence[str] = (),
+    ) -> None:
+        super().__init__(problem, where=where, expected=expected, got=got, hint=hint)
+        self.table = tuple(map(printable, table))
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  {line}" for line in self.table)])
+
+    def _details(self) -> dict[str, Any]:
+        return {**super()._details(), "table": self.table}
 
 
 class UnsafePackageError(PackageError):

@@ -152,7 +152,7 @@ def test_a_graph_with_weights_is_refused(abstract: Package) -> None:
 @pytest.mark.parametrize("verb", ["launch", "dry_run"])
 def test_it_is_not_launched(verb: str, abstract: Package, tmp_path: Path) -> None:
     plan = trainload.plan(abstract, trainload.Cluster())
-    with pytest.raises(PackageError, match="freeze without --abstract"):
+    with pytest.raises(PackageError, match="--weights FOLDER"):
         getattr(trainload, verb)(
             abstract, plan, tmp_path / "no.npz", run_dir=tmp_path / "run", backend="local"
         )

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 import click
 
 from trainload.cli.commands.shared import DONE, FAILED, WRONG, print_json
-from trainload.core.errors import CaptureError, RequestError, TrainloadError
+from trainload.core.errors import CaptureError, RequestError, TrainloadError, WeightsError
 from trainload.core.processes import termination_signals_ignored
 from trainload.core.redaction import redacted
 
@@ -19,8 +19,8 @@ from trainload.core.redaction import redacted
 def _report(
     arguments: Sequence[str], kind: str, message: str, status: int, **details: object
 ) -> int:
-    """Report an error once: as a line on stderr (a page, if it has findings), or with --json as an
-    object on stdout.
+    """Report an error once: as a line on stderr (more, if it has findings or a table), or with
+    --json as an object on stdout.
 
     Returns `status`.
     """
@@ -37,9 +37,8 @@ def _report(
             }
         )
     else:
-        sys.stderr.write(
-            f"trainload: {message if details.get('findings') else ' '.join(message.split())}\n"
-        )
+        has_lines = details.get("findings") or details.get("table")
+        sys.stderr.write(f"trainload: {message if has_lines else ' '.join(message.split())}\n")
     return status
 
 
@@ -78,6 +77,8 @@ def _run(group: click.Command, arguments: Sequence[str], until_end: ExitStack) -
             "hint": error.hint,
             "cure": error.hint,
         }
+        if isinstance(error, WeightsError):
+            details["table"] = error.table
         if isinstance(error, CaptureError):
             details["findings"] = [finding.as_json() for finding in error.findings]
         return _report(

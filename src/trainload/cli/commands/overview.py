@@ -45,7 +45,6 @@ class Overview(click.Group):
             f"{name} ({each.help})" if each.help else name
             for name, each in zip(usages, options, strict=True)
         ]
-        formatter.write_paragraph()
         formatter.write(
             textwrap.fill(
                 f"Options: {', '.join(descriptions)}",

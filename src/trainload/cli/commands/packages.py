@@ -1,4 +1,4 @@
-"""Commands for the bytes of a package: inspect, verify, sign."""
+"""Commands for the bytes of a package: inspect, verify, sign, fill."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trainload.cli.commands.shared import (
     err,
     json_option,
     located,
+    new_package_option,
     out,
     package_argument,
     print_json,
@@ -422,3 +423,26 @@ def _format_turn(turn: TurnRecipe) -> str:
     if turn.start:
         parts.append(f"from round {turn.start}")
     return " ".join(parts)
+
+
+@click.command(short_help="Fill in its weights.")
+@package_argument
+@click.option(
+    "--weights", "source", required=True, metavar="SOURCE", help="Weights (docs/weights.md)."
+)
+@click.option("--partial-weights", is_flag=True, help="They may lack tensors or have others.")
+@new_package_option
+@json_option
+def fill(package: Path, source: str, partial_weights: bool, output: Path, as_json: bool) -> None:
+    """Write a package with the graphs of PKG and weights from elsewhere.
+
+    PKG may be abstract. SOURCE is a safetensors file, a folder of them (as from Hugging Face), a
+    package, at a path or URL, or a release.
+    """
+    from trainload.launching.api.fill import fill as write
+
+    filled = write(shared.open_package(package), source, output, partial=partial_weights)
+    if as_json:
+        print_json({"package": output, "digest": filled.digest})
+    else:
+        out().print(view.table([("package", str(output)), ("digest", filled.digest)]))

@@ -86,6 +86,20 @@ def plan_options(command: Command) -> Command:
     return plan_option(workers_option(strategy_option(command)))
 
 
+def weights_options(command: Command) -> Command:
+    """Add --weights and --partial-weights."""
+    weights_option = click.option(
+        "--weights",
+        "weights_from",
+        metavar="SOURCE",
+        help="Weights to begin from (docs/weights.md).",
+    )
+    partial_option = click.option(
+        "--partial-weights", is_flag=True, hidden=True, help="They may lack tensors or have others."
+    )
+    return weights_option(partial_option(command))
+
+
 def setting_option(name: str) -> Callable[[Command], Command]:
     """Add the option of a setting that is a positive number.
 
@@ -111,12 +125,13 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 @click.option("--eval-data", metavar="DATA", help="Held-out data: path or URL.")
 @setting_option("eval_every")
 @setting_option("checkpoint_every")
+@weights_options
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the trained package."
 )
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
-@click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
+@click.option("--no-compile", is_flag=True, hidden=True, help="Run the graphs without Inductor.")
 @click.option(
     "--set",
     "assignments",
@@ -139,6 +154,8 @@ def launch(
     eval_data: str | None,
     eval_every: int | None,
     checkpoint_every: int | None,
+    weights_from: str | None,
+    partial_weights: bool,
     output: Path | None,
     backend: Backend,
     address: str | None,
@@ -213,6 +230,8 @@ def launch(
         "trust_extensions": shared.trusts_extensions(),
         "policy": shared.policy(),
         "overrides": overrides,
+        "weights_from": weights_from,
+        "partial_weights": partial_weights,
         **chosen.run,
     }
     if least < most:
@@ -274,6 +293,7 @@ def launch(
     metavar="KEY=VALUE",
     help="Setting, such as precision=bf16.",
 )
+@weights_options
 @json_option
 def evaluate(
     package: str,
@@ -288,6 +308,8 @@ def evaluate(
     address: str | None,
     no_compile: bool,
     assignments: tuple[str, ...],
+    weights_from: str | None,
+    partial_weights: bool,
     as_json: bool,
 ) -> None:
     """Evaluate a package, or a release STORE#LINE/N, on rows: every row once, under any plan."""
@@ -327,6 +349,8 @@ def evaluate(
             address=address,
             libraries=shared.libraries(),
             trust_extensions=shared.trusts_extensions(),
+            weights_from=weights_from,
+            partial_weights=partial_weights,
             policy=shared.policy(),
             **settings,
         )

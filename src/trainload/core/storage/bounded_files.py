@@ -49,6 +49,10 @@ class BoundedFiles:
         """See `StoreFiles.size`."""
         return self._call(path, self._files.size, path)
 
+    def version(self, path: str) -> str | None:
+        """See `StoreFiles.version`."""
+        return self._call(path, self._files.version, path)
+
     def names(self, folder: str) -> list[str]:
         """See `StoreFiles.names`."""
         return self._call(folder, self._files.names, folder)

@@ -13,6 +13,20 @@ from trainload.core.errors import StorageError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
+VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
+"""Names that file systems use for a property that changes with a file's content."""
+
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the file system of a URL.

@@ -77,6 +77,11 @@ class FolderFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
+    def version(self, path: str) -> None:
+        """Return None: copies of a file on other machines have other times; see
+        `StoreFiles.version`.
+        """
+
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder; see `StoreFiles.names`."""
         with self._reading(folder):

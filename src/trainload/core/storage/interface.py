@@ -90,6 +90,11 @@ class StoreFiles(Protocol):
     def size(self, path: str) -> int | None:
         """Return a file's size in bytes, or None if it does not exist."""
 
+    def version(self, path: str) -> str | None:
+        """Return what the storage says changes with the file's content, such as its ETag; None if
+        it says nothing that other machines would see too, or the file does not exist.
+        """
+
     def names(self, folder: str) -> list[str]:
         """Return the names directly in a folder, sorted, without those that begin with `.`; [] if
         there is no such folder.

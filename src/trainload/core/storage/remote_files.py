@@ -25,7 +25,12 @@ from fsspec.spec import AbstractBufferedFile
 from trainload.core.canonical_json import sha256_file
 from trainload.core.credentials import without_secrets
 from trainload.core.errors import IntegrityError, UnsafePackageError
-from trainload.core.storage.filesystem import failures, file_system, unreachable
+from trainload.core.storage.filesystem import (
+    VERSION_KEYS,
+    failures,
+    file_system,
+    unreachable,
+)
 from trainload.core.storage.folder_files import changed_file
 from trainload.core.storage.interface import BLOCK, Expected, OnBytes, StoredFile
 
@@ -109,6 +114,15 @@ class RemoteFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return int(info["size"]) if info["type"] == "file" else None
+
+    def version(self, path: str) -> str | None:
+        """Return a property that changes with a file's content; see `StoreFiles.version`."""
+        with self._translate_errors(path):
+            try:
+                info = self._fs.info(self._full_path(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return next((f"{key}:{info[key]}" for key in VERSION_KEYS if info.get(key)), None)
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder; see `StoreFiles.names`."""

@@ -1,0 +1,50 @@
+"""Write packages with weights from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainload.launching.data.data_files import is_url
+from trainload.launching.run.given_weights import given_weights, with_given
+from trainload.packaging.package import Package
+from trainload.packaging.write import with_weights
+
+
+def fill(
+    package: Package, source: str | Path, path: str | Path, *, partial: bool = False
+) -> Package:
+    """Write a package with the graphs of another one and weights from elsewhere.
+
+    It is needed for what a launch with `weights_from` does not do: exports, adapters, releases.
+
+    Args:
+        package: package that gives everything but the weights. It may be abstract.
+        source: weights, in the forms that `launch` accepts as `weights_from`. They are read
+            one by one.
+        path: folder of the new package, which does not exist.
+        partial: True if the source may lack tensors, which keep the package's values, and may have
+            other tensors.
+
+    Returns:
+        The new package, whose parent is `package`.
+
+    Raises:
+        WeightsError: the weights do not fit; with a table of the tensors.
+        IntegrityError: a file is damaged.
+        StorageError: the source cannot be reached, the path is taken, or the disk is full.
+
+    Example:
+        import safetensors.torch
+
+        safetensors.torch.save_file(
+            {name: package.weights.tensor(name) for name in package.weights.names()},
+            "better.safetensors",
+        )
+        filled = trainload.fill(package, "better.safetensors", "filled.tl")
+    """
+    where = str(source) if is_url(source) else str(Path(source).absolute())
+    filled = with_given(package, given_weights(package, where, partial=partial))
+    weights = filled.weights
+    return with_weights(
+        filled, Path(path), ((name, weights.tensor(name)) for name in weights.names())
+    )

@@ -1,0 +1,141 @@
+"""Which tensor of a source a package's parameter or buffer is read from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from trainload.core.errors import WeightsError
+from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec
+from trainload.packaging.tensors.weight_shards import stored_tensors
+from trainload.packaging.weight_sources.weight_source import WeightSource
+
+_SHOWN = 20
+"""Maximum number of lines of a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A tensor that does not fit: `kind` is "missing", "shape", "dtype" or "unexpected"."""
+
+    kind: str
+    name: str
+    details: str
+
+
+def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -> dict[str, str]:
+    """Return parameter or buffer -> its name in a source.
+
+    Aliases of a tied parameter may be in the source instead of it. A dtype may differ if the
+    conversion is exact, such as bfloat16 to float32. A non-persistent buffer that the source lacks
+    keeps the package's value.
+
+    Args:
+        manifest: manifest of the package.
+        source: tensors for it.
+        partial: True if other tensors may be missing too, and the source may have more tensors.
+            Those that are missing keep the package's values.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected or different; with a table of them.
+    """
+    found: dict[str, str] = {}
+    problems: list[_Problem] = []
+    state, others = stored_tensors(manifest)
+    optional = {spec.name for spec in others}
+    has_values = manifest.abstract is None
+    names = _names(manifest)
+    for spec in (*state, *others):
+        candidates = [name for name in names[spec.name] if name in source.tensors]
+        if not candidates:
+            if not has_values or not (partial or spec.name in optional):
+                problems.append(_Problem("missing", spec.name, _shown(spec)))
+            continue
+        given = source.tensors[candidates[0]]
+        if given.shape != spec.shape or not is_exact(given.dtype, spec.dtype):
+            kind = "shape" if given.shape != spec.shape else "dtype"
+            details = f"{_shown(spec)}, found {_shown(given)}"
+            problems.append(_Problem(kind, spec.name, details))
+        found[spec.name] = candidates[0]
+    if not partial:
+        known = {name for each in names.values() for name in each}
+        problems += [
+            _Problem("unexpected", name, _shown(source.tensors[name]))
+            for name in source.tensors
+            if name not in known
+        ]
+    if problems or not found:
+        raise _refusal(problems, source.where, has_values=has_values)
+    return found
+
+
+def is_exact(given: str, wanted: str) -> bool:
+    """Return True if every value of one dtype is a value of another."""
+    if given == wanted:
+        return True
+    if given not in DTYPES or wanted not in DTYPES:
+        return False
+    a, b = DTYPES[given], DTYPES[wanted]
+    if a.is_floating_point and b.is_floating_point:
+        have, want = torch.finfo(a), torch.finfo(b)
+        is_larger = have.max <= want.max and have.smallest_normal >= want.smallest_normal
+        return is_larger and have.eps >= want.eps
+    is_whole = not any(each.is_floating_point or each.is_complex for each in (a, b))
+    if is_whole and torch.bool not in (a, b):
+        low, high = torch.iinfo(a), torch.iinfo(b)
+        return high.min <= low.min and low.max <= high.max
+    return False
+
+
+def _names(manifest: Manifest) -> dict[str, list[str]]:
+    """Return parameter or buffer -> its names: its own, and those of its aliases."""
+    names = {entry.name: [entry.name] for entry in manifest.parameters if entry.alias_of is None}
+    for entry in manifest.parameters:
+        if entry.alias_of is not None:
+            names[entry.alias_of].append(entry.name)
+    return names | {entry.name: [entry.name] for entry in manifest.buffers}
+
+
+def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> WeightsError:
+    """Return the error with a table in which names that differ only in numbers are one line."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for each in problems:
+        key = (each.kind, re.sub(r"\d+", "*", each.name), each.details)
+        groups.setdefault(key, []).append(each.name)
+    order = ("missing", "shape", "dtype", "unexpected")
+    rows = [
+        (kind, names[0] if len(names) == 1 else f"{pattern} ({len(names)} tensors)", details)
+        for (kind, pattern, details), names in sorted(
+            groups.items(), key=lambda group: order.index(group[0][0])
+        )
+    ]
+    width = max((len(name) for _, name, _ in rows), default=0)
+    table = [f"{kind:<10}  {name:<{width}}  {details}" for kind, name, details in rows[:_SHOWN]]
+    if len(rows) > _SHOWN:
+        table.append(f"and {len(rows) - _SHOWN} more lines")
+    kinds = {kind for kind, _, _ in rows}
+    hints = []
+    if "missing" in kinds:
+        hints.append(
+            "--partial-weights keeps the package's values of those that are missing."
+            if has_values
+            else "The package has no values of its own, so none may be missing."
+        )
+    if "unexpected" in kinds:
+        hints.append("--partial-weights leaves out those that are unexpected.")
+    if "dtype" in kinds:
+        hints.append("Dtypes may differ if the conversion is exact, as from bfloat16 to float32.")
+    return WeightsError(
+        "the weights do not fit the package" if rows else "no tensor is one of the package",
+        where=where,
+        hint=" ".join(hints),
+        table=table,
+    )
+
+
+def _shown(spec: TensorSpec) -> str:
+    return f"{spec.dtype} ({', '.join(map(str, spec.shape))})"

@@ -1,0 +1,269 @@
+"""Safetensors files as a source of weights: a file, or a Hugging Face folder, at a path or URL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainload.core.errors import IntegrityError, WeightsError, printable
+from trainload.core.storage.bounded_files import BoundedFiles
+from trainload.core.storage.folder_files import FolderFiles
+from trainload.core.storage.interface import StoreFiles
+from trainload.core.storage.open_files import open_files
+from trainload.packaging.tensors.safetensors_file import (
+    DTYPES,
+    MAX_HEADER,
+    NAMES,
+    Place,
+    TensorSpec,
+    bytes_of,
+    to_fill,
+)
+from trainload.packaging.weight_sources.weight_source import SourceFile
+
+_ENDING = ".safetensors"
+_INDEX = "model.safetensors.index.json"
+_FIRST = 2**16
+"""Bytes of the first read of a file, which holds the header of most files."""
+_SAMPLES = 16
+_SAMPLE = 2**14
+"""Bytes of each of the parts of a local file that its digest covers."""
+_BLOCK = 16 * 2**20
+"""Bytes of one read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """Header of a file: its tensors with their places, the file's size, and the header's bytes."""
+
+    places: dict[str, Place]
+    size: int
+    content: bytes
+
+
+class SafetensorsSource:
+    """`WeightSource` of safetensors files.
+
+    Args:
+        where: a .safetensors file, or a folder: with `model.safetensors.index.json`, or any files
+            of this format, of which no two have the same tensor.
+        known: the files as they were checked: a file that has changed since is rejected before a
+            tensor of it is returned.
+
+    Raises:
+        WeightsError: there are no such files, or one is malformed.
+        StorageError: the storage cannot be reached.
+    """
+
+    def __init__(self, where: str | Path, known: Sequence[SourceFile] = ()) -> None:
+        self._where = str(where).rstrip("/")
+        folder, _, last = self._where.rpartition("/")
+        is_file = last.endswith(_ENDING)
+        files = open_files((folder or ("/" if "/" in self._where else ".")) if is_file else where)
+        self._files: StoreFiles = files if isinstance(files, FolderFiles) else BoundedFiles(files)
+        self._single = last if is_file else None
+        self._known = {file.name: file for file in known}
+        self._checked: set[str] = set()
+        self._headers: dict[str, _Header] = {}
+
+    @property
+    def where(self) -> str:
+        """Path or URL of the file or folder."""
+        return self._where
+
+    @cached_property
+    def _homes(self) -> dict[str, str]:
+        """Tensor -> its file."""
+        if self._single is not None:
+            names = [self._single]
+        elif (index := self._files.read(_INDEX, MAX_HEADER)) is not None:
+            return self._indexed(index)
+        else:
+            names = [name for name in self._files.names("") if name.endswith(_ENDING)]
+        if not names:
+            raise WeightsError(
+                "there are no weights",
+                where=self._where,
+                expected=f"a {_ENDING} file, or a folder with {_INDEX} or {_ENDING} files",
+            )
+        homes: dict[str, str] = {}
+        for name in names:
+            for tensor in self._header(name).places:
+                if tensor in homes:
+                    raise WeightsError(
+                        f"two files have the tensor {printable(tensor)}",
+                        where=self._where,
+                        got=f"{homes[tensor]} and {name}",
+                        hint="Name one file, or a folder with the files of one model.",
+                    )
+                homes[tensor] = name
+        return homes
+
+    def _indexed(self, index: bytes) -> dict[str, str]:
+        """Return tensor -> file of an index, whose names stay within the folder."""
+        homes = _parsed(index, f"{self._where}/{_INDEX}").get("weight_map")
+        if not isinstance(homes, dict) or not all(
+            isinstance(name, str) and name.endswith(_ENDING) and "/" not in name
+            for name in homes.values()
+        ):
+            raise self._malformed(_INDEX, "no map of tensors to files beside it")
+        for name in sorted(set(homes.values())):
+            listed = {tensor for tensor, home in homes.items() if home == name}
+            if missing := listed - self._header(name).places.keys():
+                raise self._malformed(
+                    name, f"without {printable(min(missing))}, which {_INDEX} lists"
+                )
+        return dict(homes)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """See `WeightSource.tensors`."""
+        return {
+            tensor: TensorSpec(tensor, place.dtype, place.shape)
+            for tensor, home in self._homes.items()
+            for place in [self._header(home).places[tensor]]
+        }
+
+    def files(self, names: set[str]) -> tuple[SourceFile, ...]:
+        """See `WeightSource.files`."""
+        homes = sorted({self._homes[name] for name in names})
+        return tuple(
+            SourceFile(name=home, size=self._header(home).size, state=self._state(home))
+            for home in homes
+        )
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightSource.slice`."""
+        home = self._homes[name]
+        place = self._header(home).places[name]
+        if not 0 <= start <= stop <= math.prod(place.shape):
+            raise ValueError(f"elements {start} to {stop} are not within {name}, {place.shape}")
+        self._check_unchanged(home)
+        dtype = DTYPES[place.dtype]
+        tensor = to_fill((stop - start,), dtype)
+        into, at = bytes_of(tensor), place.start + start * dtype.itemsize
+        for low in range(0, len(into), _BLOCK):
+            high = min(low + _BLOCK, len(into))
+            into[low:high] = self._part(home, at + low, at + high)
+        return tensor
+
+    def _check_unchanged(self, name: str) -> None:
+        known = self._known.get(name)
+        if known is None or name in self._checked:
+            return
+        size, state = self._header(name).size, self._state(name)
+        if (size, state) != (known.size, known.state):
+            raise WeightsError(
+                "a file of weights has changed since the run was launched",
+                where=f"{self._where}, {name}",
+                expected=f"{known.size:,} bytes, {known.state}",
+                got=f"{size:,} bytes, {state}",
+                hint="Restore the file, or launch a new run.",
+            )
+        self._checked.add(name)
+
+    def _state(self, name: str) -> str:
+        """Return what changes with the file's content.
+
+        Parts of a local file are read, since other nodes may have copies of it with other times of
+        modification.
+        """
+        header = self._header(name)
+        if (version := self._files.version(name)) is not None:
+            return version
+        digest = hashlib.sha256(header.content)
+        begin = len(header.content)
+        last = max(begin, header.size - _SAMPLE)
+        for number in range(_SAMPLES):
+            start = begin + (last - begin) * number // (_SAMPLES - 1)
+            digest.update(self._part(name, start, min(start + _SAMPLE, header.size)))
+        return f"sampled:{digest.hexdigest()}"
+
+    def _header(self, name: str) -> _Header:
+        header = self._headers.get(name)
+        if header is None:
+            header = self._headers[name] = self._read_header(name)
+        return header
+
+    def _read_header(self, name: str) -> _Header:
+        with self._reading(name):
+            size = self._files.size(name)
+        if size is None:
+            raise WeightsError("a file of weights is missing", where=f"{self._where}, {name}")
+        first = self._part(name, 0, min(size, _FIRST))
+        length = int.from_bytes(first[:8], "little")
+        if len(first) < 8 or length > MAX_HEADER or 8 + length > size:
+            raise self._malformed(name, f"a header of {length:,} bytes in {size:,}")
+        more = self._part(name, len(first), 8 + length) if 8 + length > len(first) else b""
+        content = (first + more)[: 8 + length]
+        entries = _parsed(content[8:], f"{self._where}, {name}")
+        entries.pop("__metadata__", None)
+        places = {
+            tensor: self._place(name, tensor, entry, 8 + length, size)
+            for tensor, entry in entries.items()
+        }
+        return _Header(places, size, content)
+
+    def _place(self, name: str, tensor: str, entry: Any, begin: int, size: int) -> Place:
+        """Return a tensor's place by its entry of the header of `begin` bytes."""
+        try:
+            code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            numbers = [*shape, start, stop]
+        except (TypeError, KeyError, ValueError):
+            raise self._malformed(name, f"{printable(tensor)} without a place") from None
+        if not isinstance(code, str) or any(type(n) is not int or n < 0 for n in numbers):
+            raise self._malformed(name, f"{printable(tensor)} without a place")
+        dtype = NAMES.get(code, code)
+        length = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else stop - start
+        if stop - start != length or begin + stop > size or length < 0:
+            raise self._malformed(name, f"{printable(tensor)} of {stop - start:,} bytes")
+        return Place(dtype, tuple(shape), begin + start, begin + stop)
+
+    def _part(self, name: str, start: int, stop: int) -> bytes:
+        with self._reading(name):
+            found = self._files.part(name, start, stop)
+        if len(found) != stop - start:
+            raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
+        return found
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn the absence of a file into a WeightsError."""
+        try:
+            yield
+        except IntegrityError as error:
+            raise WeightsError(
+                "a file of weights is missing", where=f"{self._where}, {name}"
+            ) from error
+
+    def _malformed(self, name: str, got: str) -> WeightsError:
+        return WeightsError(
+            "a file of weights is not in the safetensors format, or is not complete",
+            where=f"{self._where}, {name}",
+            got=got,
+            hint="Fetch it again.",
+        )
+
+
+def _parsed(content: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        WeightsError: it is none.
+    """
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise WeightsError("a file of weights is malformed", where=where, expected="a JSON object")
+    return found
