@@ -81,7 +81,8 @@ class PackageOptions(Settings):
     """
     weights_from: str | Path | None = None
     """Source of the weights, in place of the package's: a safetensors file, a folder of such files
-    (as from Hugging Face), a package, at a path or URL, or a release. Each rank reads its part.
+    (as from Hugging Face), a checkpoint of torch.distributed.checkpoint, a package, or a release.
+    Each rank reads its part.
     """
     partial_weights: bool = False
     """True if `weights_from` may lack tensors, which keep the package's values, and have others."""

@@ -16,10 +16,12 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import Package, read_manifest
 from trainload.packaging.stores.references import is_oci, is_reference
+from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
 from trainload.packaging.weight_sources.fitting import fitted
 from trainload.packaging.weight_sources.package_source import PackageSource
 from trainload.packaging.weight_sources.replaced_weights import ReplacedWeights
 from trainload.packaging.weight_sources.safetensors_source import SafetensorsSource
+from trainload.packaging.weight_sources.source_files import bounded
 from trainload.packaging.weight_sources.weight_source import SourceFile, WeightSource
 
 
@@ -83,7 +85,8 @@ def with_given(package: Package, given: GivenWeights | None) -> Package:
 def _opened(source: str, known: Sequence[SourceFile] = ()) -> WeightSource:
     """Open a source, whose files must be `known`, if any are passed."""
     if not _is_release(source) and not (Path(source) / MANIFEST).is_file():
-        return SafetensorsSource(source, known)
+        is_dcp = bounded(source).size(METADATA) is not None
+        return (DcpSource if is_dcp else SafetensorsSource)(source, known)
     path, digest = Path(source), known[0].state if known else None
     if _is_release(source):
         source, digest = (source, digest) if digest is not None else pinned(source)

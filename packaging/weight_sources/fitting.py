@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,8 @@ class _Problem:
 def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -> dict[str, str]:
     """Return parameter or buffer -> its name in a source.
 
-    Aliases of a tied parameter may be in the source instead of it. A dtype may differ if the
+    Aliases of a tied parameter may be in the source instead of it. If the package's names have a
+    prefix there, such as "model.", only tensors with the prefix count. A dtype may differ if the
     conversion is exact, such as bfloat16 to float32. A non-persistent buffer that the source lacks
     keeps the package's value.
 
@@ -49,8 +51,9 @@ def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -
     optional = {spec.name for spec in others}
     has_values = manifest.abstract is None
     names = _names(manifest)
+    prefix = _prefix(names, source)
     for spec in (*state, *others):
-        candidates = [name for name in names[spec.name] if name in source.tensors]
+        candidates = [prefix + name for name in names[spec.name] if prefix + name in source.tensors]
         if not candidates:
             if not has_values or not (partial or spec.name in optional):
                 problems.append(_Problem("missing", spec.name, _shown(spec)))
@@ -62,11 +65,11 @@ def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -
             problems.append(_Problem(kind, spec.name, details))
         found[spec.name] = candidates[0]
     if not partial:
-        known = {name for each in names.values() for name in each}
+        known = {prefix + name for each in names.values() for name in each}
         problems += [
             _Problem("unexpected", name, _shown(source.tensors[name]))
             for name in source.tensors
-            if name not in known
+            if name.startswith(prefix) and name not in known
         ]
     if problems or not found:
         raise _refusal(problems, source.where, has_values=has_values)
@@ -98,6 +101,37 @@ def _names(manifest: Manifest) -> dict[str, list[str]]:
         if entry.alias_of is not None:
             names[entry.alias_of].append(entry.name)
     return names | {entry.name: [entry.name] for entry in manifest.buffers}
+
+
+def _prefix(names: Mapping[str, list[str]], source: WeightSource) -> str:
+    """Return what precedes the package's names in a source: "" unless only names with it fit.
+
+    Raises:
+        WeightsError: several prefixes fit as well as each other, as of a model and its mean.
+    """
+    wanted = {name for each in names.values() for name in each}
+    if not wanted.isdisjoint(source.tensors):
+        return ""
+    found = Counter(
+        given[:start]
+        for given in source.tensors
+        for start in _starts(given)
+        if given[start:] in wanted
+    )
+    best = [prefix for prefix, count in found.items() if count == max(found.values())]
+    if len(best) > 1:
+        raise WeightsError(
+            "the source has several models that may be meant",
+            where=source.where,
+            got=", ".join(sorted(best)),
+            hint="Write the weights of one of them to a safetensors file, and pass that.",
+        )
+    return best[0] if best else ""
+
+
+def _starts(name: str) -> list[int]:
+    """Return where the parts of a dotted name begin, but for the first."""
+    return [place + 1 for place, letter in enumerate(name) if letter == "."]
 
 
 def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> WeightsError:

@@ -15,10 +15,6 @@ from typing import Any
 import torch
 
 from trainload.core.errors import IntegrityError, WeightsError, printable
-from trainload.core.storage.bounded_files import BoundedFiles
-from trainload.core.storage.folder_files import FolderFiles
-from trainload.core.storage.interface import StoreFiles
-from trainload.core.storage.open_files import open_files
 from trainload.packaging.tensors.safetensors_file import (
     DTYPES,
     MAX_HEADER,
@@ -28,6 +24,7 @@ from trainload.packaging.tensors.safetensors_file import (
     bytes_of,
     to_fill,
 )
+from trainload.packaging.weight_sources.source_files import bounded
 from trainload.packaging.weight_sources.weight_source import SourceFile
 
 _ENDING = ".safetensors"
@@ -68,8 +65,8 @@ class SafetensorsSource:
         self._where = str(where).rstrip("/")
         folder, _, last = self._where.rpartition("/")
         is_file = last.endswith(_ENDING)
-        files = open_files((folder or ("/" if "/" in self._where else ".")) if is_file else where)
-        self._files: StoreFiles = files if isinstance(files, FolderFiles) else BoundedFiles(files)
+        above = folder or ("/" if "/" in self._where else ".")
+        self._files = bounded(above if is_file else self._where)
         self._single = last if is_file else None
         self._known = {file.name: file for file in known}
         self._checked: set[str] = set()

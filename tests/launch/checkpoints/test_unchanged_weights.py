@@ -64,11 +64,13 @@ def trained(package: Package, rows: Path, folder: Path, seed: int = 0, **overrid
 
 def files(package: Package, names: tuple[str, ...]) -> dict[str, str]:
     """Return parameter name -> digest of the file that contains it."""
-    return {name: package.manifest.files[package.weights.file(name)].sha256 for name in names}
+    return {
+        name: package.manifest.files[package.stored_weights.file(name)].sha256 for name in names
+    }
 
 
 def test_a_freeze_puts_what_is_not_trained_into_files_of_its_own(partly: Package) -> None:
-    homes = {name: partly.weights.file(name) for name in partly.weights.names()}
+    homes = {name: partly.stored_weights.file(name) for name in partly.stored_weights.names()}
     last = {homes.pop(name) for name in ("last.weight", "last.bias")}
     assert len(last) == 1 and last.isdisjoint(homes.values())
 
@@ -92,7 +94,7 @@ def test_a_store_is_sent_what_was_trained(partly: Package, rows: Path, tmp_path:
         for path, entry in partly.manifest.files.items()
         if path.endswith(".safetensors")
     }
-    kept = weights[partly.weights.file("first.weight")]
+    kept = weights[partly.stored_weights.file("first.weight")]
     assert report.sent_bytes < sum(entry.size for entry in partly.manifest.files.values()) - kept
 
 
@@ -125,6 +127,6 @@ def test_what_a_launch_does_not_train_is_one_file_whatever_the_run(
 
 
 def test_what_is_all_trained_is_in_one_part(package: Package) -> None:
-    assert set(files(package, package.weights.names()).values()) == {
+    assert set(files(package, package.stored_weights.names()).values()) == {
         package.manifest.files["weights/model-00001-of-00001.safetensors"].sha256
     }

@@ -15,6 +15,7 @@ from tests.launch.commands import contents
 from tests.packaging.places import BUCKET, KEYS, s3_server
 from tests.shared import frozen_once
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional
 
 import trainload
@@ -135,7 +136,10 @@ def expected(other: Package, data: Path, tmp_path_factory: pytest.TempPathFactor
     return losses(other, data, tmp_path_factory.mktemp("expected") / "run")
 
 
-@pytest.mark.parametrize("source", ["a folder", "a file", "a package", "a release"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves
+@pytest.mark.parametrize(
+    "source", ["a folder", "a file", "a package", "a release", "a torch checkpoint"]
+)
 def test_a_run_has_the_losses_of_a_package_with_these_weights(
     source: str,
     package: Package,
@@ -147,11 +151,15 @@ def test_a_run_has_the_losses_of_a_package_with_these_weights(
 ) -> None:
     if source == "a release":
         trainload.push(other.path, tmp_path / "store", line="other")
+    if source == "a torch checkpoint":
+        state = {"model": model_of(Model, SMALL, 1).state_dict(), "step": 5}
+        save(state, checkpoint_id=tmp_path / "saved")
     where = {
         "a folder": weights,
         "a file": weights / "model.safetensors",
         "a package": other.path,
         "a release": f"{tmp_path / 'store'}#other",
+        "a torch checkpoint": tmp_path / "saved",
     }[source]
     assert losses(package, data, tmp_path / "run", weights_from=where) == expected
 

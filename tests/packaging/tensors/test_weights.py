@@ -131,7 +131,7 @@ def test_the_state_reads_back_as_it_was(job: Job, packaged: Package) -> None:
 
 def test_an_alias_reads_as_its_owner_and_is_stored_once(packaged: Package) -> None:
     assert torch.equal(
-        packaged.weights.tensor("head.weight"), packaged.weights.tensor("emb.weight")
+        packaged.stored_weights.tensor("head.weight"), packaged.stored_weights.tensor("emb.weight")
     )
     index = json.loads((packaged.path / "weights/model.safetensors.index.json").read_bytes())
     assert "emb.weight" in index["weight_map"] and "head.weight" not in index["weight_map"]
@@ -169,27 +169,27 @@ def test_a_slice_is_that_range_of_the_flattened_tensor(
     job: Job, packaged: Package, start: int, stop: int
 ) -> None:
     expected = job.program.state["emb.weight"].reshape(-1)[start:stop]
-    assert torch.equal(packaged.weights.slice("emb.weight", start, stop), expected)
+    assert torch.equal(packaged.stored_weights.slice("emb.weight", start, stop), expected)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 129)])
 def test_a_slice_outside_the_tensor_is_refused(packaged: Package, start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="not within"):
-        packaged.weights.slice("emb.weight", start, stop)
+        packaged.stored_weights.slice("emb.weight", start, stop)
 
 
 def test_shape_and_dtype_are_known_without_reading(packaged: Package) -> None:
-    assert packaged.weights.shape("norm.num_batches_tracked") == ()
-    assert packaged.weights.dtype("norm.num_batches_tracked") == torch.int64
+    assert packaged.stored_weights.shape("norm.num_batches_tracked") == ()
+    assert packaged.stored_weights.dtype("norm.num_batches_tracked") == torch.int64
     with pytest.raises(KeyError):
-        packaged.weights.tensor("nobody")
+        packaged.stored_weights.tensor("nobody")
 
 
 def test_tensors_that_were_read_can_be_changed_without_changing_the_package(
     packaged: Package,
 ) -> None:
-    packaged.weights.tensor("emb.weight").zero_()
-    assert packaged.weights.tensor("emb.weight").abs().sum() > 0
+    packaged.stored_weights.tensor("emb.weight").zero_()
+    assert packaged.stored_weights.tensor("emb.weight").abs().sum() > 0
 
 
 @pytest.fixture
@@ -203,14 +203,16 @@ def test_tensors_and_slices_that_span_chunks_are_whole(
 ) -> None:
     package = _written(job, tmp_path / "p.tl")
     flat = job.program.state["emb.weight"].reshape(-1)
-    assert torch.equal(package.weights.tensor("emb.weight").reshape(-1), flat)
+    assert torch.equal(package.stored_weights.tensor("emb.weight").reshape(-1), flat)
     for start, stop in ((0, 128), (3, 4), (1, 97), (15, 17), (64, 128)):
-        assert torch.equal(package.weights.slice("emb.weight", start, stop), flat[start:stop])
+        assert torch.equal(
+            package.stored_weights.slice("emb.weight", start, stop), flat[start:stop]
+        )
 
 
 def test_a_slice_reads_only_its_own_chunks(job: Job, tmp_path: Path, small_chunks: int) -> None:
     package = _written(job, tmp_path / "p.tl")
-    reader = package.weights
+    reader = package.stored_weights
     reader.slice("emb.weight", 0, 1)  # reads the header
     path, _ = reader._find("emb.weight")
     place = reader._place(path, "emb.weight")
@@ -223,7 +225,7 @@ def test_a_slice_reads_only_its_own_chunks(job: Job, tmp_path: Path, small_chunk
 def test_whole_tensors_in_a_row_are_read_ahead_of_and_slices_never(
     packaged: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = packaged.weights
+    reader = packaged.stored_weights
     reader.check_headers()
     path = reader.file("lin.bias")
     first, second = sorted(
@@ -250,19 +252,19 @@ def test_a_flipped_bit_in_any_chunk_of_a_large_tensor_is_noticed(
     job: Job, tmp_path: Path, small_chunks: int, byte: int
 ) -> None:
     package = _written(job, tmp_path / "p.tl")
-    path, _ = package.weights._find("emb.weight")
-    place = package.weights._place(path, "emb.weight")
+    path, _ = package.stored_weights._find("emb.weight")
+    place = package.stored_weights._place(path, "emb.weight")
     assert (place.stop - place.start) // small_chunks >= 2 * chunks.FEW
     flip(package.path / path, place.start + byte if byte >= 0 else place.stop + byte)
     with pytest.raises(IntegrityError, match="model-00001"):
-        open_package(package.path).weights.tensor("emb.weight")
+        open_package(package.path).stored_weights.tensor("emb.weight")
 
 
 @pytest.mark.parametrize("name", ["emb.weight", "norm.bias", "mask"])
 def test_a_flipped_bit_is_noticed_when_the_tensor_is_read(copied: Path, name: str) -> None:
     package = open_package(copied)
-    path, _ = package.weights._find(name)
-    place = package.weights._place(path, name)
+    path, _ = package.stored_weights._find(name)
+    place = package.stored_weights._place(path, name)
     flip(copied / path, place.start)
     with pytest.raises(IntegrityError, match=path):
         open_package(copied).program().state[name]
@@ -325,7 +327,7 @@ def test_an_index_that_names_another_file_is_refused(copied: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"model-00001", b"../../x0001", 1))
     reseal(copied)
     with pytest.raises(IntegrityError, match="index"):
-        _ = open_package(copied).weights
+        _ = open_package(copied).stored_weights
 
 
 def _written(job: Job, path: Path) -> Package:

@@ -437,7 +437,7 @@ def fill(package: Path, source: str, partial_weights: bool, output: Path, as_jso
     """Write a package with the graphs of PKG and weights from elsewhere.
 
     PKG may be abstract. SOURCE is a safetensors file, a folder of them (as from Hugging Face), a
-    package, at a path or URL, or a release.
+    checkpoint of torch.distributed.checkpoint, a package or a release.
     """
     from trainload.launching.api.fill import fill as write
 
