@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.launch.commands import contents
+from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.packaging.places import BUCKET, KEYS, s3_server
 from tests.shared import frozen_once
 from torch import Tensor, nn
@@ -216,6 +217,52 @@ def test_an_abstract_package_trains_as_one_with_these_weights(
     assert trained.manifest.abstract is None
     for name in wanted.weights.names():
         assert torch.equal(trained.weights.tensor(name), wanted.weights.tensor(name))
+
+
+PLANS: dict[str, tuple[str, dict[str, int]]] = {
+    "zero3": ("zero3", {}),
+    "tensor": ("zero0", {"tensor_ranks": 2}),
+    "pipeline": ("zero0", {"pipeline_ranks": 2, "accumulate": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def divided(
+    abstract: Package, large: Package, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Runs of the abstract package on two ranks, in folders by the names of their plans."""
+    folder = tmp_path_factory.mktemp("divided")
+    source = folder / "w.safetensors"
+    save_file({n: large.weights.tensor(n) for n in large.weights.names()}, source)
+    options = {"weights_from": str(source), "compile": False}
+    cluster = trainload.Cluster(devices_per_node=2)
+    runs = [
+        Run(
+            folder / name,
+            abstract,
+            trainload.plan(abstract, cluster, strategy, **more),  # type: ignore[arg-type]
+            data,
+            options,
+        )
+        for name, (strategy, more) in PLANS.items()
+    ]
+    train(2, runs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_that_divide_it_have_the_losses_of_one(
+    plan: str, divided: Path, large: Package, data: Path, tmp_path: Path
+) -> None:
+    found = curve(divided / plan)
+    assert difference(found, losses(large, data, tmp_path / "whole")) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", ["zero3", "pipeline"])
+def test_together_they_read_each_byte_once(plan: str, divided: Path, large: Package) -> None:
+    read = [e.data["bytes"] for e in read_events(divided / plan) if e.kind == "weights"]
+    assert len(read) == 2
+    assert sum(read) == sum(large.weights.tensor(n).nbytes for n in large.weights.names())
 
 
 def test_a_run_of_it_is_continued_without_the_source(
