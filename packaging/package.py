@@ -375,7 +375,7 @@ def check_weights(package: Package) -> None:
             "this package is abstract: it has shapes but no weights, so it can be inspected and"
             " planned, but not run",
             where=str(package.path),
-            hint="Pass weights: trainload launch --weights FOLDER.",
+            hint="Launch it with --weights FOLDER, or give it weights with `trainload fill`.",
         )
 
 

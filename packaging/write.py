@@ -315,7 +315,8 @@ def with_weights(
             that the package trains.
         max_shard: bytes of tensors in one weight file.
 
-    Law: the new package's `program_digest` is the parent's.
+    Law: the new package's `program_digest` is the parent's, unless the parent is abstract, which is
+    part of it.
 
     Raises:
         PackageError: a tensor is missing, unknown, occurs twice or does not fit.

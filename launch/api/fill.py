@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainload.launching.data.data_files import is_url
+from trainload.launching.api.request import absolute_path
 from trainload.launching.run.given_weights import given_weights, with_given
 from trainload.packaging.package import Package
+from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.write import with_weights
 
 
@@ -30,6 +31,7 @@ def fill(
 
     Raises:
         WeightsError: the weights do not fit; with a table of the tensors.
+        PolicyError: a policy of this machine forbids the use of the source.
         IntegrityError: a file is damaged.
         StorageError: the source cannot be reached, the path is taken, or the disk is full.
 
@@ -42,8 +44,9 @@ def fill(
         )
         filled = trainload.fill(package, "better.safetensors", "filled.tl")
     """
-    where = str(source) if is_url(source) else str(Path(source).absolute())
-    filled = with_given(package, given_weights(package, where, partial=partial))
+    where, policies = absolute_path(source) or "", find_policies()
+    given = given_weights(package, where, policies, partial=partial)
+    filled = with_given(package, given, policies)
     weights = filled.weights
     return with_weights(
         filled, Path(path), ((name, weights.tensor(name)) for name in weights.names())

@@ -107,26 +107,41 @@ class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
     """
 
 
+def absolute_path(path: str | Path | None) -> str | None:
+    """Return an absolute path, or a URL as it is; None for None.
+
+    Raises:
+        StorageError: it contains credentials.
+    """
+    if path is None:
+        return None
+    check_no_credentials(str(path))
+    if str(path).startswith("${") or is_url(path):
+        return str(path)
+    return str(local_path(path).absolute())
+
+
 def spec_of(
     package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int
 ) -> RunSpec:
     """Return the requested run."""
     policy, checkpoints = request.policy, request.checkpoints
 
-    def absolute_path(path: str | Path | None) -> str | None:
-        if path is not None:
-            check_no_credentials(str(path))
-        return (
-            None
-            if path is None
-            else (
-                str(path)
-                if str(path).startswith("${") or is_url(path)
-                else str(local_path(path).absolute())
-            )
-        )
-
+    policies = find_policies(None if policy is None else Path(policy))
     given, partial = absolute_path(request.weights_from), request.partial_weights
+    if partial and given is None:
+        raise RequestError(
+            "it has no effect without a source of weights",
+            where="partial_weights",
+            hint="Pass --weights too, or omit it.",
+        )
+    if given is not None and request.optimizer_from is not None:
+        raise RequestError(
+            "the state of an optimizer belongs to the weights of its run",
+            where="optimizer_from",
+            got=f"weights from {given}",
+            hint="Omit one of the two.",
+        )
     fields: dict[str, Any] = {name: getattr(request, name) for name in RunSettings.model_fields} | {
         "package": package.source or str(package.path),
         "plan": plan,
@@ -141,10 +156,12 @@ def spec_of(
         "plans": _order_plans(plan, request.plans),
         "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(request.libraries)},
         "trust_extensions": request.trust_extensions,
-        "given": None if given is None else given_weights(package, given, partial=partial),
+        "given": None
+        if given is None
+        else given_weights(package, given, policies, partial=partial),
         "digest": package.digest,
         "versions": versions(),
-        "policies": find_policies(None if policy is None else Path(policy)),
+        "policies": policies,
     }
     return RunSpec(**fields)
 
@@ -288,10 +305,10 @@ def check_package(frozen: Package, spec: RunSpec) -> Package:
 
     Returns: the package that is trained: the frozen one with the run's overrides.
     """
-    frozen = with_given(frozen, spec.given)
+    frozen = with_given(frozen, spec.given, spec.policies)
     check_weights(frozen)
     frozen.check_contents()
-    package = with_given(spec.overrides.apply(frozen, spec.steps), spec.given)
+    package = with_given(spec.overrides.apply(frozen, spec.steps), spec.given, spec.policies)
     for each in spec.plans or (spec.plan,):
         if each.package == frozen.digest != package.digest:
             raise PlanError(

@@ -5,30 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from trainload.core.canonical_json import sha256_bytes
-from trainload.core.errors import WeightsError
+from trainload.core.errors import PolicyError, WeightsError
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.fetching import fetched, pinned
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import Package, read_manifest
+from trainload.packaging.signatures.policy import Policy, check_policies
 from trainload.packaging.stores.references import is_oci, is_reference
 from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
 from trainload.packaging.weight_sources.fitting import fitted
 from trainload.packaging.weight_sources.package_source import PackageSource
 from trainload.packaging.weight_sources.replaced_weights import ReplacedWeights
 from trainload.packaging.weight_sources.safetensors_source import SafetensorsSource
-from trainload.packaging.weight_sources.source_files import bounded
+from trainload.packaging.weight_sources.source_files import files_at
 from trainload.packaging.weight_sources.weight_source import SourceFile, WeightSource
+
+Kind = Literal["release", "package", "checkpoint", "files"]
 
 
 class GivenWeights(BaseModel):
     """Weights from a source, as they were when the run was launched.
 
     Attributes:
+        kind: a package in a store or registry, a package's folder, a checkpoint of
+            torch.distributed.checkpoint, or safetensors files.
         source: path, URL or name of the source.
         files: the source's files that are read.
         names: parameter or buffer -> its name in the source. Those that are not here keep the
@@ -37,32 +43,42 @@ class GivenWeights(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    kind: Kind
     source: str
     files: tuple[SourceFile, ...]
     names: dict[str, str]
 
 
-def given_weights(package: Package, source: str, *, partial: bool) -> GivenWeights:
+def given_weights(
+    package: Package, source: str, policies: Sequence[Policy], *, partial: bool
+) -> GivenWeights:
     """Check by their headers that weights fit a package.
 
     Args:
         package: the package as it was frozen.
-        source: a safetensors file or a folder of them, at an absolute path or URL; the folder of a
-            package; or a package in a store.
+        source: a safetensors file, a folder of them, or a checkpoint of
+            torch.distributed.checkpoint, at an absolute path or URL; the folder of a package; or a
+            package in a store.
+        policies: policies that the source must satisfy.
         partial: see `fitted`.
 
     Raises:
         WeightsError: there are none, or they do not fit; with a table of the tensors.
+        PolicyError: a policy forbids their use.
         StorageError: they cannot be reached.
     """
-    if _is_release(source):
+    kind = _kind_of(source)
+    if kind == "release":
         source, _ = pinned(source)
-    opened = _opened(source)
+    opened = _opened(kind, source, policies)
     names = fitted(package.manifest, opened, partial=partial)
-    return GivenWeights(source=source, files=opened.files(set(names.values())), names=names)
+    files = opened.files(set(names.values()))
+    return GivenWeights(kind=kind, source=source, files=files, names=names)
 
 
-def with_given(package: Package, given: GivenWeights | None) -> Package:
+def with_given(
+    package: Package, given: GivenWeights | None, policies: Sequence[Policy] = ()
+) -> Package:
     """Return a package whose weights are those that a run was given.
 
     They are opened when they are read first.
@@ -70,34 +86,49 @@ def with_given(package: Package, given: GivenWeights | None) -> Package:
     Args:
         package: the run's package, frozen or with changes.
         given: the weights; None: the package's own.
+        policies: policies of the run.
     """
     if given is None:
         return package
     weights = ReplacedWeights(
         package.manifest,
         lambda: package.stored_weights,
-        lambda: _opened(given.source, given.files),
+        lambda: _opened(given.kind, given.source, policies, given.files),
         given.names,
     )
     return replace(package, given=weights)
 
 
-def _opened(source: str, known: Sequence[SourceFile] = ()) -> WeightSource:
+def _kind_of(source: str) -> Kind:
+    if is_oci(source) or (is_reference(source) and "#" in source):
+        return "release"
+    folder = Path(source)
+    if (folder / MANIFEST).is_file() and (folder / "weights").is_dir():
+        return "package"
+    return "checkpoint" if files_at(source).size(METADATA) is not None else "files"
+
+
+def _opened(
+    kind: Kind, source: str, policies: Sequence[Policy], known: Sequence[SourceFile] = ()
+) -> WeightSource:
     """Open a source, whose files must be `known`, if any are passed."""
-    if not _is_release(source) and not (Path(source) / MANIFEST).is_file():
-        is_dcp = bounded(source).size(METADATA) is not None
-        return (DcpSource if is_dcp else SafetensorsSource)(source, known)
-    path, digest = Path(source), known[0].state if known else None
-    if _is_release(source):
-        source, digest = (source, digest) if digest is not None else pinned(source)
+    if kind == "checkpoint" or kind == "files":
+        _check_unsigned(source, policies)
+        return (DcpSource if kind == "checkpoint" else SafetensorsSource)(source, known)
+    digest = known[0].state if known else None
+    path = Path(source)
+    if kind == "release":
+        digest = digest or pinned(source)[1]
         path = fetched(source, default_cache_dir(), digest)
+    if policies:
+        check_policies(path, policies)
     content = read_manifest(path)
     found = sha256_bytes(content)
     if digest not in (None, found):
         raise WeightsError(
             "the package with the weights has changed since the run was launched",
             where=source,
-            expected=digest,
+            expected=digest or "",
             got=found,
             hint="Restore it, or launch a new run.",
         )
@@ -107,6 +138,14 @@ def _opened(source: str, known: Sequence[SourceFile] = ()) -> WeightSource:
     return PackageSource(source, path, manifest, found, len(content))
 
 
-def _is_release(source: str) -> bool:
-    """Return True for a package in a store or registry. Other URLs are of safetensors files."""
-    return is_oci(source) or (is_reference(source) and "#" in source)
+def _check_unsigned(source: str, policies: Sequence[Policy]) -> None:
+    """Check that no policy requires signatures, which plain files do not have."""
+    for policy in policies:
+        if policy.require_signature:
+            raise PolicyError(
+                f"the policy {policy.source} forbids weights that nobody has signed",
+                where=source,
+                expected="a package, signed as the policy requires",
+                got="files without signatures",
+                hint="Write a package with them (trainload fill), and have it signed.",
+            )

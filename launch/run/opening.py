@@ -11,6 +11,7 @@ from trainload.launching.node.libraries import open_for_run
 from trainload.launching.run.given_weights import with_given
 from trainload.launching.run.run_spec import RunSpec
 from trainload.packaging.package import Package
+from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.stores.references import is_reference
 
 
@@ -28,7 +29,9 @@ def frozen_package(spec: RunSpec) -> Package:
     package = open_for_run(
         path, spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions
     )
-    return with_given(replace(package, source=source), spec.given)
+    return with_given(
+        replace(package, source=source), spec.given, (*spec.policies, *find_policies())
+    )
 
 
 def trained_package(spec: RunSpec) -> Package:
@@ -37,4 +40,5 @@ def trained_package(spec: RunSpec) -> Package:
 
     The errors are those of `frozen_package`.
     """
-    return with_given(spec.overrides.apply(frozen_package(spec), spec.steps), spec.given)
+    package = spec.overrides.apply(frozen_package(spec), spec.steps)
+    return with_given(package, spec.given, (*spec.policies, *find_policies()))

@@ -82,7 +82,7 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         StorageError: the output's path exists, the disk is full, or the checkpoints cannot be
             reached.
     """
-    run_dir, package = Path(spec.run_dir), with_given(package, spec.given)
+    run_dir, package = Path(spec.run_dir), with_given(package, spec.given, spec.policies)
     place = place_of(run_dir, spec.checkpoints)
     usable = usable_checkpoint(place, patience=spec.storage_patience)
     if usable.path is None:

@@ -257,9 +257,11 @@ class _Worker:
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
+            if (given := self._package.given) is not None:
+                given.begin()
             self._engine.held.load_package()
-            if self._package.given is not None:
-                self._contact.write("weights", rank=self._place.rank, **self._package.given.taken)
+            if given is not None:
+                self._contact.write("weights", rank=self._place.rank, **given.taken)
             if self._spec.optimizer_from is not None:
                 before = Checkpoint.open(self._spec.optimizer_from)
                 state = load_sharded(before, self._plan, self._place.rank, state_alone=True)

@@ -6,7 +6,6 @@ classes that they name, so that nothing in them is called.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import pickle
@@ -14,19 +13,25 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainload.core.errors import IntegrityError, WeightsError, printable
-from trainload.core.storage.interface import StoreFiles
+from trainload.core.errors import IntegrityError, StorageError, WeightsError, printable
 from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, bytes_of, to_fill
-from trainload.packaging.weight_sources.source_files import bounded
+from trainload.packaging.weight_sources.source_files import Unchanged, described, files_at
 from trainload.packaging.weight_sources.weight_source import SourceFile
 
 METADATA = ".metadata"
 _MAX_METADATA = 2**30
+_MAX_DESCRIPTION = 2**20
+_BESIDE = frozenset(
+    {"optimizer", "optimizers", "optim", "lr_scheduler", "train_state", "dataloader"}
+)
+"""What checkpoints of training have beside a model, at their root."""
 _BLOCK = 2**14
 """Bytes that are read of a file at least."""
 _STORAGES = {
@@ -97,12 +102,21 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Elements of a chunk in its file: `start` is that of the first byte of the storage."""
+    """Elements of a chunk in its file.
+
+    Attributes:
+        dtype: their dtype.
+        start: place of the storage's first byte.
+        offset: place of the first element in the storage.
+        strides: the strides, in elements.
+        reach: number of elements of the storage from the first one to the last.
+    """
 
     dtype: torch.dtype
     start: int
     offset: int
     strides: tuple[int, ...]
+    reach: int
 
 
 class DcpSource:
@@ -119,8 +133,8 @@ class DcpSource:
 
     def __init__(self, where: str | Path, known: Sequence[SourceFile] = ()) -> None:
         self._where = str(where).rstrip("/")
-        self._files: StoreFiles = bounded(self._where)
-        self._known = {file.name: file for file in known}
+        self._files = files_at(self._where)
+        self._unchanged = Unchanged(self._files, self._where, tuple(known))
         self._stored: dict[tuple[str, int], _Stored] = {}
 
     @property
@@ -129,84 +143,82 @@ class DcpSource:
         return self._where
 
     @cached_property
-    def _described(self) -> tuple[SourceFile, dict[str, TensorSpec], dict[str, list[_Chunk]]]:
-        """The file of metadata, and what it says of each tensor."""
+    def _described(self) -> tuple[dict[str, TensorSpec], dict[str, list[_Chunk]]]:
+        """What the metadata says of each tensor."""
+        self._unchanged.check(METADATA)
         content = self._files.read(METADATA, _MAX_METADATA)
         if content is None:
             raise WeightsError(f"there is no {METADATA}", where=self._where)
-        file = SourceFile(
-            name=METADATA, size=len(content), state=f"sha256:{hashlib.sha256(content).hexdigest()}"
-        )
-        if self._known.get(METADATA, file) != file:
-            raise WeightsError(
-                "the checkpoint has changed since the run was launched",
-                where=self._where,
-                hint="Restore it, or launch a new run.",
-            )
         try:
-            return file, *_parsed(_InertUnpickler(io.BytesIO(content)).load())
-        except (
-            pickle.UnpicklingError,
-            *(AttributeError, EOFError, ImportError, IndexError),
-            *(KeyError, TypeError, ValueError, RecursionError, OverflowError, MemoryError),
-        ) as error:
-            raise self._malformed(METADATA, f"{type(error).__name__}: {error}") from error
+            return _parsed(_InertUnpickler(io.BytesIO(content)).load())
+        except Exception as error:
+            raise self._malformed(METADATA, error) from error
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
         """See `WeightSource.tensors`."""
-        return self._described[1]
+        return self._described[0]
 
-    def files(self, _names: set[str]) -> tuple[SourceFile, ...]:
-        """Return the metadata, which DCP writes last; see `WeightSource.files`."""
-        return (self._described[0],)
+    def files(self, names: set[str]) -> tuple[SourceFile, ...]:
+        """See `WeightSource.files`. The metadata is one of them."""
+        parts = {chunk.file for name in names for chunk in self._described[1][name]}
+        return tuple(
+            described(self._files, name, self._where) for name in (METADATA, *sorted(parts))
+        )
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource.slice`."""
         spec = self.tensors[name]
         if not 0 <= start <= stop <= math.prod(spec.shape):
             raise ValueError(f"elements {start} to {stop} are not within {name}, {spec.shape}")
+        runs = sorted(
+            (max(begin, start), min(end, stop), number, at + max(begin, start) - begin)
+            for number, chunk in enumerate(self._described[1][name])
+            for begin, end, at in _runs(chunk, spec.shape)
+            if begin < stop and start < end
+        )
+        ends = [start, *(run[1] for run in runs)]
+        if [run[0] for run in runs] != ends[:-1] or ends[-1] != stop:
+            raise self._malformed(METADATA, f"parts of {name} that overlap or leave a gap")
         found = to_fill((stop - start,), DTYPES[spec.dtype])
-        filled = 0
-        for chunk in self._described[2][name]:
-            filled += self._fill(found, start, chunk, spec)
-        if filled != stop - start:
-            raise self._malformed(METADATA, f"{filled:,} of {stop - start:,} elements of {name}")
+        for number, of_chunk in groupby(sorted(runs, key=itemgetter(2)), itemgetter(2)):
+            self._fill(found, start, self._described[1][name][number], spec, list(of_chunk))
         return found
 
-    def _fill(self, into: torch.Tensor, start: int, chunk: _Chunk, spec: TensorSpec) -> int:
-        """Fill `into`, whose first element is `start` of the tensor, with what a chunk has of it.
+    def _fill(
+        self,
+        into: torch.Tensor,
+        start: int,
+        chunk: _Chunk,
+        spec: TensorSpec,
+        runs: Sequence[tuple[int, int, int, int]],
+    ) -> None:
+        """Fill `into`, whose first element is `start` of the tensor, with runs of a chunk.
 
-        Returns the number of elements.
+        Args:
+            into: flat tensor.
+            start: place of its first element in the flattened tensor.
+            chunk: the chunk.
+            spec: the tensor.
+            runs: (begin, end, number of the chunk, place of the first element in the flattened
+                chunk), sorted.
         """
-        runs = [
-            (low, high, at + low - begin)
-            for begin, end, at in _runs(chunk, spec.shape)
-            for low, high in [(max(begin, start), min(end, start + len(into)))]
-            if low < high
-        ]
-        if not runs:
-            return 0
+        self._unchanged.check(chunk.file)
         stored = self._find(chunk, spec)
         if stored.strides == _contiguous(chunk.sizes):
-            first = runs[0][2]
-            last = runs[-1][2] + runs[-1][1] - runs[-1][0]
+            first, last = runs[0][3], runs[-1][3] + runs[-1][1] - runs[-1][0]
             elements = self._elements(chunk, stored, stored.offset + first, last - first)
         else:
             first = 0
-            reach = 1 + sum((n - 1) * s for n, s in zip(chunk.sizes, stored.strides, strict=True))
-            memory = self._elements(chunk, stored, stored.offset, reach)
+            memory = self._elements(chunk, stored, stored.offset, stored.reach)
             elements = memory.as_strided(chunk.sizes, stored.strides).reshape(-1)
-        for low, high, at in runs:
+        for low, high, _, at in runs:
             into[low - start : high - start] = elements[at - first : at - first + high - low]
-        return sum(high - low for low, high, _ in runs)
 
     def _elements(self, chunk: _Chunk, stored: _Stored, start: int, count: int) -> torch.Tensor:
         """Read elements [start, start + count) of a chunk's storage."""
         found = to_fill((count,), stored.dtype)
         begin = stored.start + start * stored.dtype.itemsize
-        if begin + found.nbytes > chunk.start + chunk.length:
-            raise self._malformed(chunk.file, "a tensor that is longer than its part")
         bytes_of(found)[:] = self._part(chunk.file, begin, begin + found.nbytes)
         return found
 
@@ -216,39 +228,51 @@ class DcpSource:
         if key not in self._stored:
             try:
                 self._stored[key] = self._read_description(chunk)
-            except (
-                zipfile.BadZipFile,
-                pickle.UnpicklingError,
-                *(AttributeError, EOFError, ImportError, IndexError, KeyError, NotImplementedError),
-                *(TypeError, ValueError, RecursionError, OverflowError, StopIteration),
-            ) as error:
-                raise self._malformed(chunk.file, f"{type(error).__name__}: {error}") from error
+            except (WeightsError, StorageError):
+                raise
+            except Exception as error:
+                raise self._malformed(chunk.file, error) from error
         stored = self._stored[key]
         if stored.dtype != DTYPES[spec.dtype]:
             raise self._malformed(chunk.file, f"a tensor of {stored.dtype}")
         return stored
 
     def _read_description(self, chunk: _Chunk) -> _Stored:
+        """Read a chunk's description.
+
+        Raises whatever a malformed archive, pickle or description causes.
+        """
         read = partial(self._part, chunk.file)
         archive = zipfile.ZipFile(_Window(read, chunk.start, chunk.length))
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        tensor = _InertUnpickler(archive.open(entries["data.pkl"])).load()
-        storage, offset, sizes, strides, *_ = tensor.args
-        if tensor.kind != "_rebuild_tensor_v2" or tuple(sizes) != chunk.sizes:
-            raise ValueError(f"{tensor.kind} of sizes {sizes}")
+        description = entries["data.pkl"]
+        if description.compress_type != zipfile.ZIP_STORED or description.flag_bits & 1:
+            raise ValueError("a compressed or encrypted description")
+        if description.file_size > _MAX_DESCRIPTION:
+            raise ValueError("a description of more than a MiB")
+        tensor = _InertUnpickler(archive.open(description)).load()
+        if tensor.kind not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            raise ValueError("not a plain tensor")
+        storage, offset, sizes, strides, _, _, *more = tensor.args
+        dtype = DTYPES[more.pop(0) if tensor.kind.endswith("3") else _dtype_of(storage)]
+        if any(more):
+            raise ValueError("a conjugated or negated tensor")
+        (offset,), sizes, strides = _whole((offset,)), _whole(sizes), _whole(strides)
+        if sizes != chunk.sizes or len(strides) != len(sizes):
+            raise ValueError("sizes that the metadata do not have")
         data = entries[f"data/{storage.args[2]}"]
-        if data.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed data")
-        header = read(chunk.start + data.header_offset, chunk.start + data.header_offset + 30)
-        begin = (
-            30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        )
-        return _Stored(
-            DTYPES[_STORAGES[storage.args[1].kind]],
-            chunk.start + data.header_offset + begin,
-            offset,
-            tuple(strides),
-        )
+        if data.compress_type != zipfile.ZIP_STORED or data.flag_bits & 1:
+            raise ValueError("compressed or encrypted data")
+        reach = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        reach = reach if math.prod(sizes) else 0
+        if (offset + reach) * dtype.itemsize > data.file_size:
+            raise ValueError("a tensor that is longer than its data")
+        header = chunk.start + data.header_offset
+        lengths = read(header + 26, header + 30)
+        begin = header + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
+        if begin + data.file_size > chunk.start + chunk.length:
+            raise ValueError("data that are longer than their part")
+        return _Stored(dtype, begin, offset, strides, reach)
 
     def _part(self, name: str, start: int, stop: int) -> bytes:
         try:
@@ -259,12 +283,13 @@ class DcpSource:
             raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
         return found
 
-    def _malformed(self, name: str, got: str) -> WeightsError:
+    def _malformed(self, name: str, got: str | Exception) -> WeightsError:
+        said = got if isinstance(got, str) else f"{type(got).__name__}: {got}"
         return WeightsError(
             "a checkpoint of torch.distributed.checkpoint cannot be read",
             where=f"{self._where}, {name}",
             expected="tensors that torch.distributed.checkpoint.save has written",
-            got=printable(got)[:200],
+            got=printable(said[:200]),
         )
 
 
@@ -307,21 +332,25 @@ class _Window(io.RawIOBase):
 
 
 def _parsed(metadata: Any) -> tuple[dict[str, TensorSpec], dict[str, list[_Chunk]]]:
-    """Return what unpickled metadata says of tensors. Other entries are skipped."""
+    """Return what unpickled metadata says of tensors, without those of an optimizer's state.
+
+    Raises whatever malformed metadata cause.
+    """
     places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, info in metadata.storage_data.items():
         offset = getattr(index, "offset", None)
-        offsets = None if offset is None else _whole(offset)
-        places[str(index.fqn), offsets] = info
+        places[index.fqn, None if offset is None else _whole(offset)] = info
     specs: dict[str, TensorSpec] = {}
     chunks: dict[str, list[_Chunk]] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        if entry.kind != "TensorStorageMetadata":
+        if not isinstance(name, str):
+            raise TypeError("a name that is none")
+        if entry.kind != "TensorStorageMetadata" or name.partition(".")[0] in _BESIDE:
             continue
         shape = _whole(entry.size)
         dtype = entry.properties.state
         dtype = dtype[0] if isinstance(dtype, tuple) else dtype["dtype"]
-        specs[name] = TensorSpec(name, str(dtype), shape)
+        specs[name] = TensorSpec(name, dtype if isinstance(dtype, str) else "unknown", shape)
         chunks[name] = [_chunk(name, each, shape, places) for each in entry.chunks]
     return specs, chunks
 
@@ -329,21 +358,26 @@ def _parsed(metadata: Any) -> tuple[dict[str, TensorSpec], dict[str, list[_Chunk
 def _chunk(name: str, chunk: Any, shape: tuple[int, ...], places: Mapping[Any, Any]) -> _Chunk:
     offsets, sizes = _whole(chunk.offsets), _whole(chunk.sizes)
     if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
-        raise ValueError(f"a part of {name} is outside of it")
+        raise ValueError("a part that is outside of its tensor")
     info = places.get((name, offsets)) or places[name, None]
-    file = str(info.relative_path)
-    if "/" in file or "\\" in file or file in ("", ".", ".."):
-        raise ValueError(f"a file outside of the checkpoint: {file}")
+    file = info.relative_path
+    if not isinstance(file, str) or not file.isprintable() or {"/", "\\"} & {*file}:
+        raise ValueError("a file outside of the checkpoint")
     if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"{name} is compressed or encrypted")
+        raise ValueError("a compressed or encrypted part")
     start, length = _whole((info.offset, info.length))
     return _Chunk(offsets, sizes, file, start, length)
 
 
+def _dtype_of(storage: Any) -> str:
+    """Return the dtype of a typed storage."""
+    return _STORAGES[storage.args[1].kind]
+
+
 def _whole(numbers: Any) -> tuple[int, ...]:
     found = tuple(numbers)
-    if any(type(each) is not int or each < 0 for each in found):
-        raise ValueError(f"not a size: {found}")
+    if any(type(each) is not int or not 0 <= each < 2**63 for each in found):
+        raise ValueError("sizes that are none")
     return found
 
 

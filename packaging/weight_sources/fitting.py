@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,13 +16,18 @@ from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec
 from trainload.packaging.tensors.weight_shards import stored_tensors
 from trainload.packaging.weight_sources.weight_source import WeightSource
 
+_COMPARED = 4096
+"""Elements at each end of tied tensors that are compared."""
 _SHOWN = 20
 """Maximum number of lines of a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A tensor that does not fit: `kind` is "missing", "shape", "dtype" or "unexpected"."""
+    """A tensor that does not fit.
+
+    `kind` is "missing", "shape", "dtype", "tied" or "unexpected".
+    """
 
     kind: str
     name: str
@@ -53,17 +59,16 @@ def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -
     names = _names(manifest)
     prefix = _prefix(names, source)
     for spec in (*state, *others):
-        candidates = [prefix + name for name in names[spec.name] if prefix + name in source.tensors]
-        if not candidates:
-            if not has_values or not (partial or spec.name in optional):
+        given = [prefix + name for name in names[spec.name] if prefix + name in source.tensors]
+        misfits = [problem for name in given for problem in _misfits(spec, source.tensors[name])]
+        if has_values and spec.name in optional and (misfits or not given):
+            continue
+        if not given:
+            if not (has_values and partial):
                 problems.append(_Problem("missing", spec.name, _shown(spec)))
             continue
-        given = source.tensors[candidates[0]]
-        if given.shape != spec.shape or not is_exact(given.dtype, spec.dtype):
-            kind = "shape" if given.shape != spec.shape else "dtype"
-            details = f"{_shown(spec)}, found {_shown(given)}"
-            problems.append(_Problem(kind, spec.name, details))
-        found[spec.name] = candidates[0]
+        problems += misfits or _differences(spec, given, source)
+        found[spec.name] = given[0]
     if not partial:
         known = {prefix + name for each in names.values() for name in each}
         problems += [
@@ -74,6 +79,30 @@ def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -
     if problems or not found:
         raise _refusal(problems, source.where, has_values=has_values)
     return found
+
+
+def _misfits(spec: TensorSpec, given: TensorSpec) -> list[_Problem]:
+    """Return why a tensor cannot be that of a package."""
+    if given.shape == spec.shape and is_exact(given.dtype, spec.dtype):
+        return []
+    kind = "shape" if given.shape != spec.shape else "dtype"
+    return [_Problem(kind, spec.name, f"{_shown(spec)}, found {_shown(given)}")]
+
+
+def _differences(spec: TensorSpec, given: list[str], source: WeightSource) -> list[_Problem]:
+    """Return a problem if tensors of a source that are one parameter of the package differ.
+
+    The first and the last elements are compared.
+    """
+    count = math.prod(spec.shape)
+    ends = [(0, min(count, _COMPARED)), (max(0, count - _COMPARED), count)]
+    for other in given[1:]:
+        if any(
+            not torch.equal(source.slice(given[0], *end), source.slice(other, *end)) for end in ends
+        ):
+            details = f"{given[0]} and {other} differ, and are one parameter of the package"
+            return [_Problem("tied", spec.name, details)]
+    return []
 
 
 def is_exact(given: str, wanted: str) -> bool:
@@ -104,14 +133,13 @@ def _names(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _prefix(names: Mapping[str, list[str]], source: WeightSource) -> str:
-    """Return what precedes the package's names in a source: "" unless only names with it fit.
+    """Return what precedes the package's names in a source, such as "model.": with it, most of them
+    are there. Without a prefix it is "", also if with another as many are there.
 
     Raises:
-        WeightsError: several prefixes fit as well as each other, as of a model and its mean.
+        WeightsError: several others fit as well as each other, as of a model and its mean.
     """
     wanted = {name for each in names.values() for name in each}
-    if not wanted.isdisjoint(source.tensors):
-        return ""
     found = Counter(
         given[:start]
         for given in source.tensors
@@ -119,6 +147,8 @@ def _prefix(names: Mapping[str, list[str]], source: WeightSource) -> str:
         if given[start:] in wanted
     )
     best = [prefix for prefix, count in found.items() if count == max(found.values())]
+    if "" in best or not best:
+        return ""
     if len(best) > 1:
         raise WeightsError(
             "the source has several models that may be meant",
@@ -126,12 +156,12 @@ def _prefix(names: Mapping[str, list[str]], source: WeightSource) -> str:
             got=", ".join(sorted(best)),
             hint="Write the weights of one of them to a safetensors file, and pass that.",
         )
-    return best[0] if best else ""
+    return best[0]
 
 
 def _starts(name: str) -> list[int]:
-    """Return where the parts of a dotted name begin, but for the first."""
-    return [place + 1 for place, letter in enumerate(name) if letter == "."]
+    """Return where the parts of a dotted name begin."""
+    return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
 
 
 def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> WeightsError:
@@ -140,7 +170,7 @@ def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> W
     for each in problems:
         key = (each.kind, re.sub(r"\d+", "*", each.name), each.details)
         groups.setdefault(key, []).append(each.name)
-    order = ("missing", "shape", "dtype", "unexpected")
+    order = ("missing", "shape", "dtype", "tied", "unexpected")
     rows = [
         (kind, names[0] if len(names) == 1 else f"{pattern} ({len(names)} tensors)", details)
         for (kind, pattern, details), names in sorted(
@@ -155,12 +185,15 @@ def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> W
     hints = []
     if "missing" in kinds:
         hints.append(
-            "--partial-weights keeps the package's values of those that are missing."
+            "--partial-weights (partial_weights=True) keeps the package's values of those that are"
+            " missing."
             if has_values
             else "The package has no values of its own, so none may be missing."
         )
     if "unexpected" in kinds:
-        hints.append("--partial-weights leaves out those that are unexpected.")
+        hints.append(
+            "--partial-weights (partial_weights=True) leaves out those that are unexpected."
+        )
     if "dtype" in kinds:
         hints.append("Dtypes may differ if the conversion is exact, as from bfloat16 to float32.")
     return WeightsError(

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from trainload.core.errors import WeightsError, printable
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, bytes_of
 from trainload.packaging.tensors.weight_shards import WeightReader, stored_tensors
+from trainload.packaging.weight_sources.fitting import is_exact
 from trainload.packaging.weight_sources.weight_source import WeightSource
 
 
@@ -49,13 +51,25 @@ class ReplacedWeights:
     def _source(self) -> WeightSource:
         return self._open_source()
 
+    def begin(self) -> None:
+        """Begin to count what is read, from files that are compared with their records again."""
+        self.__dict__.pop("_source", None)
+        self._digest, self._bytes = hashlib.sha256(), 0
+
     @property
     def taken(self) -> dict[str, Any]:
-        """`source`, the `bytes` that were read from it and the `sha256`, in hex, of all reads: of
-        tensors' names, ranges of elements, and their bytes.
+        """What was read from the source since `begin`.
+
+        `source`; `tensors` that are there, and those that are `kept`; `bytes`; and the `sha256`, in
+        hex, of all reads: of tensors' names, ranges of elements, and their bytes.
         """
-        where = self._source.where if self._bytes else ""
-        return {"source": where, "bytes": self._bytes, "sha256": self._digest.hexdigest()}
+        return {
+            "source": self._source.where,
+            "tensors": len(self._given.keys() & self._specs.keys()),
+            "kept": len(self._specs.keys() - self._given.keys()),
+            "bytes": self._bytes,
+            "sha256": self._digest.hexdigest(),
+        }
 
     def names(self) -> tuple[str, ...]:
         """See `WeightReader.names`."""
@@ -83,6 +97,13 @@ class ReplacedWeights:
         given = self._given.get(spec.name)
         if given is None:
             return self._own.slice(spec.name, start, stop)
+        there = self._source.tensors.get(given)
+        if there is None or there.shape != spec.shape or not is_exact(there.dtype, spec.dtype):
+            raise WeightsError(
+                f"{printable(given)} is not what it was when the run was launched",
+                where=self._source.where,
+                hint="Restore the files, or launch a new run.",
+            )
         found = self._source.slice(given, start, stop)
         self._digest.update(f"{given} {start} {stop}\n".encode())
         self._digest.update(bytes_of(found))

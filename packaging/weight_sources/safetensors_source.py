@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,27 +22,23 @@ from trainload.packaging.tensors.safetensors_file import (
     bytes_of,
     to_fill,
 )
-from trainload.packaging.weight_sources.source_files import bounded
+from trainload.packaging.weight_sources.source_files import Unchanged, described, files_at
 from trainload.packaging.weight_sources.weight_source import SourceFile
 
 _ENDING = ".safetensors"
 _INDEX = "model.safetensors.index.json"
 _FIRST = 2**16
 """Bytes of the first read of a file, which holds the header of most files."""
-_SAMPLES = 16
-_SAMPLE = 2**14
-"""Bytes of each of the parts of a local file that its digest covers."""
 _BLOCK = 16 * 2**20
 """Bytes of one read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Header of a file: its tensors with their places, the file's size, and the header's bytes."""
+    """Header of a file: its tensors with their places, and the file's size."""
 
     places: dict[str, Place]
     size: int
-    content: bytes
 
 
 class SafetensorsSource:
@@ -66,10 +60,9 @@ class SafetensorsSource:
         folder, _, last = self._where.rpartition("/")
         is_file = last.endswith(_ENDING)
         above = folder or ("/" if "/" in self._where else ".")
-        self._files = bounded(above if is_file else self._where)
+        self._files = files_at(above if is_file else self._where)
         self._single = last if is_file else None
-        self._known = {file.name: file for file in known}
-        self._checked: set[str] = set()
+        self._unchanged = Unchanged(self._files, self._where, tuple(known))
         self._headers: dict[str, _Header] = {}
 
     @property
@@ -109,7 +102,10 @@ class SafetensorsSource:
         """Return tensor -> file of an index, whose names stay within the folder."""
         homes = _parsed(index, f"{self._where}/{_INDEX}").get("weight_map")
         if not isinstance(homes, dict) or not all(
-            isinstance(name, str) and name.endswith(_ENDING) and "/" not in name
+            isinstance(name, str)
+            and name.endswith(_ENDING)
+            and name.isprintable()
+            and "/" not in name
             for name in homes.values()
         ):
             raise self._malformed(_INDEX, "no map of tensors to files beside it")
@@ -133,18 +129,17 @@ class SafetensorsSource:
     def files(self, names: set[str]) -> tuple[SourceFile, ...]:
         """See `WeightSource.files`."""
         homes = sorted({self._homes[name] for name in names})
-        return tuple(
-            SourceFile(name=home, size=self._header(home).size, state=self._state(home))
-            for home in homes
-        )
+        return tuple(described(self._files, home, self._where) for home in homes)
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource.slice`."""
-        home = self._homes[name]
+        home = self._homes.get(name)
+        if home is None:
+            raise WeightsError(f"there is no {printable(name)} any more", where=self._where)
+        self._unchanged.check(home)
         place = self._header(home).places[name]
         if not 0 <= start <= stop <= math.prod(place.shape):
             raise ValueError(f"elements {start} to {stop} are not within {name}, {place.shape}")
-        self._check_unchanged(home)
         dtype = DTYPES[place.dtype]
         tensor = to_fill((stop - start,), dtype)
         into, at = bytes_of(tensor), place.start + start * dtype.itemsize
@@ -153,38 +148,6 @@ class SafetensorsSource:
             into[low:high] = self._part(home, at + low, at + high)
         return tensor
 
-    def _check_unchanged(self, name: str) -> None:
-        known = self._known.get(name)
-        if known is None or name in self._checked:
-            return
-        size, state = self._header(name).size, self._state(name)
-        if (size, state) != (known.size, known.state):
-            raise WeightsError(
-                "a file of weights has changed since the run was launched",
-                where=f"{self._where}, {name}",
-                expected=f"{known.size:,} bytes, {known.state}",
-                got=f"{size:,} bytes, {state}",
-                hint="Restore the file, or launch a new run.",
-            )
-        self._checked.add(name)
-
-    def _state(self, name: str) -> str:
-        """Return what changes with the file's content.
-
-        Parts of a local file are read, since other nodes may have copies of it with other times of
-        modification.
-        """
-        header = self._header(name)
-        if (version := self._files.version(name)) is not None:
-            return version
-        digest = hashlib.sha256(header.content)
-        begin = len(header.content)
-        last = max(begin, header.size - _SAMPLE)
-        for number in range(_SAMPLES):
-            start = begin + (last - begin) * number // (_SAMPLES - 1)
-            digest.update(self._part(name, start, min(start + _SAMPLE, header.size)))
-        return f"sampled:{digest.hexdigest()}"
-
     def _header(self, name: str) -> _Header:
         header = self._headers.get(name)
         if header is None:
@@ -192,8 +155,7 @@ class SafetensorsSource:
         return header
 
     def _read_header(self, name: str) -> _Header:
-        with self._reading(name):
-            size = self._files.size(name)
+        size = self._files.size(name)
         if size is None:
             raise WeightsError("a file of weights is missing", where=f"{self._where}, {name}")
         first = self._part(name, 0, min(size, _FIRST))
@@ -208,7 +170,7 @@ class SafetensorsSource:
             tensor: self._place(name, tensor, entry, 8 + length, size)
             for tensor, entry in entries.items()
         }
-        return _Header(places, size, content)
+        return _Header(places, size)
 
     def _place(self, name: str, tensor: str, entry: Any, begin: int, size: int) -> Place:
         """Return a tensor's place by its entry of the header of `begin` bytes."""
@@ -226,21 +188,15 @@ class SafetensorsSource:
         return Place(dtype, tuple(shape), begin + start, begin + stop)
 
     def _part(self, name: str, start: int, stop: int) -> bytes:
-        with self._reading(name):
-            found = self._files.part(name, start, stop)
-        if len(found) != stop - start:
-            raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
-        return found
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Turn the absence of a file into a WeightsError."""
         try:
-            yield
+            found = self._files.part(name, start, stop)
         except IntegrityError as error:
             raise WeightsError(
                 "a file of weights is missing", where=f"{self._where}, {name}"
             ) from error
+        if len(found) != stop - start:
+            raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
+        return found
 
     def _malformed(self, name: str, got: str) -> WeightsError:
         return WeightsError(

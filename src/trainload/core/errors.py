@@ -183,7 +183,7 @@ class WeightsError(RequestError):
         self.table = tuple(map(printable, table))
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *(f"  {line}" for line in self.table)])
+        return "\n".join([printable(super().__str__()), *(f"  {line}" for line in self.table)])
 
     def _details(self) -> dict[str, Any]:
         return {**super()._details(), "table": self.table}

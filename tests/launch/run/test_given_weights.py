@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.launch.commands import contents
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.packaging.places import BUCKET, KEYS, s3_server
+from tests.packaging.signers import Signers
 from tests.shared import frozen_once
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 import trainload
 from trainload.cli import main as cli
-from trainload.core.errors import JobError, WeightsError
+from trainload.core.errors import JobError, PolicyError, RequestError, WeightsError
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.package import Package
@@ -403,8 +404,6 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], list[
 def test_weights_that_do_not_fit_are_told_in_a_table(
     case: str, package: Package, data: Path, weights: Path, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
     change, table = MISFITS[case]
     save_file(change(load_file(weights / "model.safetensors")), tmp_path / "w.safetensors")
     with pytest.raises(WeightsError, match="do not fit the package") as caught:
@@ -413,11 +412,107 @@ def test_weights_that_do_not_fit_are_told_in_a_table(
     assert not (tmp_path / "run").exists()
 
 
+def test_tied_parameters_that_differ_in_the_source_are_told(
+    package: Package, weights: Path, tmp_path: Path
+) -> None:
+    state = load_file(weights / "model.safetensors")
+    for name, other in (("same", state["head.weight"]), ("other", state["head.weight"] + 1)):
+        save_file({**state, "embedding.weight": other.clone()}, tmp_path / f"{name}.safetensors")
+    trainload.fill(package, tmp_path / "same.safetensors", tmp_path / "same.tl")
+    with pytest.raises(WeightsError) as caught:
+        trainload.fill(package, tmp_path / "other.safetensors", tmp_path / "other.tl")
+    (line,) = caught.value.table
+    assert "embedding.weight and head.weight differ" in line
+
+
+def test_a_buffer_that_is_not_saved_keeps_its_value_if_the_source_has_another(
+    package: Package, weights: Path, tmp_path: Path
+) -> None:
+    state = load_file(weights / "model.safetensors")
+    save_file({**state, "scale": torch.ones(3)}, tmp_path / "w.safetensors")
+    filled = trainload.fill(package, tmp_path / "w.safetensors", tmp_path / "filled.tl")
+    assert torch.equal(filled.weights.tensor("scale"), package.weights.tensor("scale"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves
+def test_what_a_training_saves_beside_a_model_is_not_read(
+    package: Package, weights: Path, tmp_path: Path
+) -> None:
+    """As torchtitan: the model at the root of the checkpoint."""
+    state = load_file(weights / "model.safetensors")
+    moments = {f"optimizer.state.{name}.exp_avg": value for name, value in state.items()}
+    save({**state, **moments, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "saved")
+    filled = trainload.fill(package, tmp_path / "saved", tmp_path / "filled.tl")
+    assert torch.equal(filled.weights.tensor("embedding.weight"), state["head.weight"])
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module."])
+def test_names_may_have_a_prefix(
+    prefix: str, package: Package, weights: Path, tmp_path: Path
+) -> None:
+    """One tensor without it has the name of a buffer by chance."""
+    state = load_file(weights / "model.safetensors")
+    given = {**{prefix + name: value for name, value in state.items()}, "scale": torch.ones(2)}
+    save_file(given, tmp_path / "w.safetensors")
+    filled = trainload.fill(package, tmp_path / "w.safetensors", tmp_path / "filled.tl")
+    assert torch.equal(filled.weights.tensor("norm.weight"), state["norm.weight"])
+
+
+def test_two_models_in_one_source_are_told(package: Package, weights: Path, tmp_path: Path) -> None:
+    state = load_file(weights / "model.safetensors")
+    both = {
+        f"{of}.{name}": value.clone() for of in ("ema", "model") for name, value in state.items()
+    }
+    save_file(both, tmp_path / "w.safetensors")
+    with pytest.raises(WeightsError, match=r"several models .*got ema\., model\."):
+        trainload.fill(package, tmp_path / "w.safetensors", tmp_path / "filled.tl")
+
+
+def test_links_to_files_are_followed(
+    package: Package, other: Package, weights: Path, tmp_path: Path
+) -> None:
+    """As in the cache of Hugging Face."""
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(weights / "model.safetensors")
+    filled = trainload.fill(package, tmp_path / "snapshot", tmp_path / "filled.tl")
+    assert trainload.diff(filled.path, other.path).weights == ()
+
+
+def test_partial_weights_need_a_source(package: Package, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no effect without a source"):
+        losses(package, data, tmp_path / "run", partial_weights=True)
+
+
+def test_a_state_of_an_optimizer_does_not_belong_to_given_weights(
+    package: Package, data: Path, weights: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="belongs to the weights of its run"):
+        losses(
+            package, data, tmp_path / "run", weights_from=weights, optimizer_from=tmp_path / "other"
+        )
+
+
+@pytest.mark.parametrize("source", ["a folder", "a package"])
+def test_a_policy_that_requires_signatures_holds_for_weights_too(
+    source: str,
+    package: Package,
+    other: Package,
+    weights: Path,
+    signers: Signers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'require_signature = true\nidentities = ["{signers.alice.public}"]\n')
+    monkeypatch.setenv("TRAINLOAD_POLICY", str(policy))
+    where = weights if source == "a folder" else other.path
+    with pytest.raises(PolicyError, match="sign"):
+        trainload.fill(package, where, tmp_path / "filled.tl")
+
+
 def test_partial_weights_leave_the_others_as_they_are(
     package: Package, data: Path, weights: Path, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
     own = {name: package.weights.tensor(name) for name in package.weights.names()}
     given = with_more(without_norm(load_file(weights / "model.safetensors")))
     save_file(given, tmp_path / "w.safetensors")

@@ -88,6 +88,38 @@ def test_another_checkpoint_in_its_place_is_refused(saved: Path, tmp_path: Path)
         DcpSource(tmp_path / "other", known).slice("model.rows", 0, 1)
 
 
+def test_a_shard_that_has_changed_is_refused(saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in saved.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    known = DcpSource(copy).files({"model.rows"})
+    assert len(DcpSource(copy, known).slice("model.rows", 0, 35)) == 35
+    shards = [file.name for file in known if file.name != ".metadata"]
+    for name in shards:
+        content = bytearray((copy / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copy / name).write_bytes(content)
+    with pytest.raises(WeightsError, match=r"\.distcp: a file of weights has changed"):
+        DcpSource(copy, known).slice("model.rows", 0, 35)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex64, torch.bool], ids=str
+)
+def test_other_dtypes_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.arange(6).to(dtype).reshape(2, 3)
+    save({"x": tensor}, checkpoint_id=tmp_path / "saved")
+    source = DcpSource(tmp_path / "saved")
+    assert torch.equal(source.slice("x", 1, 5), tensor.reshape(-1)[1:5])
+
+
+def test_a_conjugated_tensor_is_refused(tmp_path: Path) -> None:
+    save({"x": torch.tensor([1 + 2j]).conj()}, checkpoint_id=tmp_path / "saved")
+    with pytest.raises(WeightsError, match="conjugated"):
+        DcpSource(tmp_path / "saved").slice("x", 0, 1)
+
+
 class Planted:
     """An object whose pickle calls a function."""
 

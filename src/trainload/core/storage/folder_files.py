@@ -37,6 +37,11 @@ class FolderFiles:
         self._shown = shown or str(self._root)
 
     @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._root
+
+    @property
     def url(self) -> str:
         """The folder's name in messages."""
         return self._shown
