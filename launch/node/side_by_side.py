@@ -8,6 +8,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
@@ -74,6 +75,31 @@ def side_by_side(
             _kill_group(process)
             process.join()
             connection.close()
+
+
+@contextmanager
+def alongside(name: str, function: Callable[[], T]) -> Iterator[Callable[[], T]]:
+    """Call a function in a process forked from this one while the block runs.
+
+    See `side_by_side` for who may fork.
+
+    Args:
+        name: name of the function, for messages.
+        function: its result is pickled.
+
+    Yields:
+        A function that waits for the result and returns it, to be called once. It raises the
+        function's exception, or ChildEnded if the process was killed. If it is not called, the
+        process is ended with the block.
+    """
+    connection, process = _start(function)
+    try:
+        yield lambda: _result(name, connection, process)
+    finally:
+        if process.is_alive():
+            _kill_group(process)
+        process.join()
+        connection.close()
 
 
 def _start(function: Callable[[], Any]) -> tuple[Connection, ForkProcess]:

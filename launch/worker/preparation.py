@@ -33,6 +33,7 @@ from trainload.launching.node.fetched_builds import (
     is_from_store,
 )
 from trainload.launching.node.libraries import library_warnings
+from trainload.launching.node.side_by_side import alongside
 from trainload.launching.run.contact import Contact
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
@@ -85,9 +86,9 @@ def prepare_node(
     shared: Sharing | None = None,
 ) -> None:
     """Prepare a node before the process group is formed: fetch or compile its graphs, and convert
-    the data.
+    the data meanwhile, in a process of its own.
 
-    It runs once per node.
+    It runs once per node, in a process that may fork (`side_by_side`).
 
     Args:
         spec: the run.
@@ -107,25 +108,40 @@ def prepare_node(
     check_plan(spec.plan, package)
     for warning in library_warnings(package, spec.libraries):
         contact.write("warning", message=f"{socket.gethostname()}: {warning}")
-    began = time.perf_counter()
-    open_data(spec, package)
-    if not quiet:
-        contact.write("stage", name="data", seconds=time.perf_counter() - began)
-    if spec.compile and can_compile():
+
+    def convert() -> float:
         began = time.perf_counter()
-        for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
-            folder = _obtain_build(
-                spec,
-                package,
-                index,
-                contact.write,
-                processes=compiling_processes(spec.plan),
-                shared=shared,
-            )
-            if not quiet:
-                _report_layers(contact, folder)
+        open_data(spec, package)
+        return time.perf_counter() - began
+
+    with alongside("the data", convert) as converted:
+        if spec.compile and can_compile():
+            _obtain_builds(spec, package, ranks, contact, quiet=quiet, shared=shared)
+        seconds = converted()
+    if not quiet:
+        contact.write("stage", name="data", seconds=seconds)
+
+
+def _obtain_builds(
+    spec: RunSpec,
+    package: Package,
+    ranks: Sequence[int],
+    contact: Contact,
+    *,
+    quiet: bool,
+    shared: Sharing | None,
+) -> None:
+    """Fetch or compile the builds of ranks; the arguments are those of `prepare_node`."""
+    began = time.perf_counter()
+    for index in sorted({spec.plan.pipeline_index(rank) for rank in ranks}):
+        processes = compiling_processes(spec.plan)
+        folder = _obtain_build(
+            spec, package, index, contact.write, processes=processes, shared=shared
+        )
         if not quiet:
-            contact.write("stage", name="compile", seconds=time.perf_counter() - began)
+            _report_layers(contact, folder)
+    if not quiet:
+        contact.write("stage", name="compile", seconds=time.perf_counter() - began)
 
 
 def _obtain_build(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainload.core.processes import has_ended, this_process
-from trainload.launching.node.side_by_side import ChildEnded, side_by_side
+from trainload.launching.node.side_by_side import ChildEnded, alongside, side_by_side
 
 
 class UnsendableError(Exception):
@@ -117,3 +117,39 @@ def test_a_failure_ends_the_other_processes_and_what_they_have_started() -> None
     process, compiler = reading.recv()
     assert has_ended(process)
     assert not runs(compiler)
+
+
+def test_a_function_alongside_runs_at_the_same_time() -> None:
+    barrier = get_context("fork").Barrier(2)
+    with alongside("a", partial(barrier.wait, 60)) as result:
+        mine = barrier.wait(60)
+        assert {mine, result()} == {0, 1}
+
+
+def test_its_exception_is_raised_where_its_result_is_wanted() -> None:
+    with (
+        alongside("a", partial(fail, ValueError("no"))) as result,
+        pytest.raises(ValueError, match="no"),
+    ):
+        result()
+
+
+def test_it_is_named_if_it_was_killed() -> None:
+    kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    with (
+        alongside("the data", kill) as result,
+        pytest.raises(ChildEnded, match="the process for the data was killed by signal 9"),
+    ):
+        result()
+
+
+def test_it_ends_with_the_block() -> None:
+    reading, writing = get_context("fork").Pipe(duplex=False)
+
+    def wait() -> None:
+        writing.send(this_process())
+        threading.Event().wait()
+
+    with alongside("a", wait):
+        process = reading.recv()
+    assert has_ended(process)
