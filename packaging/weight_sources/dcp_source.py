@@ -31,7 +31,7 @@ _MAX_DESCRIPTION = 2**20
 _BESIDE = frozenset(
     {"optimizer", "optimizers", "optim", "lr_scheduler", "train_state", "dataloader"}
 )
-"""What checkpoints of training have beside a model, at their root."""
+"""Entries of checkpoints beside a model, at their root."""
 _BLOCK = 2**14
 """Bytes that are read of a file at least."""
 _STORAGES = {
@@ -144,7 +144,7 @@ class DcpSource:
 
     @cached_property
     def _described(self) -> tuple[dict[str, TensorSpec], dict[str, list[_Chunk]]]:
-        """What the metadata says of each tensor."""
+        """Tensors and their chunks, by the tensors' names."""
         self._unchanged.check(METADATA)
         content = self._files.read(METADATA, _MAX_METADATA)
         if content is None:

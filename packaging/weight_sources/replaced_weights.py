@@ -58,7 +58,7 @@ class ReplacedWeights:
 
     @property
     def taken(self) -> dict[str, Any]:
-        """What was read from the source since `begin`.
+        """Summary of the reads from the source since `begin`.
 
         `source`; `tensors` that are there, and those that are `kept`; `bytes`; and the `sha256`, in
         hex, of all reads: of tensors' names, ranges of elements, and their bytes.

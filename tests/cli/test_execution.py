@@ -135,6 +135,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_never_made_does_not_keep_the_process(
     tiny_data: Path, tmp_path: Path
 ) -> None:

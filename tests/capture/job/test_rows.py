@@ -73,6 +73,7 @@ def recurrent(**options: Any) -> Job:
     )
 
 
+@pytest.mark.slow
 def test_a_job_with_both_trains_as_in_eager(tmp_path: Path) -> None:
     data = example(1)  # the same row is repeated, so that the order does not matter
     columns = {

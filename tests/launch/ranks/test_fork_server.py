@@ -129,6 +129,7 @@ def ended(pid: int) -> bool:
     return bool(readable)
 
 
+@pytest.mark.slow
 def test_a_server_without_clients_ends(another_runtime: Path) -> None:
     with ForkServer.connect(0.0) as server:
         server.fork("rank 0", {})

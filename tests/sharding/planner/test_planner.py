@@ -346,6 +346,7 @@ def test_a_graph_is_partitioned_once_for_all_plans_with_one_tensor_axis(
     assert made == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_search_without_evaluation_derives_no_graph_of_it(
     small_package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:

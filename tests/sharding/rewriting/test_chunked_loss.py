@@ -343,6 +343,7 @@ def test_a_plan_for_such_a_loss_is_rejected_with_the_reason() -> None:
     assert "needs a sum over all rows" in str(raised.value.got)
 
 
+@pytest.mark.slow
 def test_chunks_need_a_fraction_of_the_memory_of_the_logits() -> None:
     def logits_at_the_peak(step: StepGraph) -> float:
         rows = 512
