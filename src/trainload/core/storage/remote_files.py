@@ -108,21 +108,22 @@ class RemoteFiles:
 
     def size(self, path: str) -> int | None:
         """Return a file's size; see `StoreFiles.size`."""
-        with self._translate_errors(path):
-            try:
-                info = self._fs.info(self._full_path(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        return int(info["size"]) if info["type"] == "file" else None
+        info = self._info(path)
+        return int(info["size"]) if info is not None and info["type"] == "file" else None
 
     def version(self, path: str) -> str | None:
         """Return a property that changes with a file's content; see `StoreFiles.version`."""
+        info = self._info(path) or {}
+        return next((f"{key}:{info[key]}" for key in VERSION_KEYS if info.get(key)), None)
+
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        """Return what the file system says of a path; None if nothing is there."""
         with self._translate_errors(path):
             try:
-                info = self._fs.info(self._full_path(path))
+                found: Mapping[str, Any] = self._fs.info(self._full_path(path))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return next((f"{key}:{info[key]}" for key in VERSION_KEYS if info.get(key)), None)
+        return found
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder; see `StoreFiles.names`."""
