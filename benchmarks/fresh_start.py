@@ -26,12 +26,11 @@ from startup import STRATEGIES, Inputs, cache_variables, prepare_inputs, run
 KINDS = ("no build", "build", "warm")
 
 
-def trainload(cache: Path, *arguments: object) -> None:
-    """Run one command with a cache."""
+def trainload(cache: Path, *arguments: object, folder: Path | None = None) -> None:
+    """Run one command with a cache, in a folder."""
     command = [sys.executable, "-m", "trainload", *map(str, arguments)]
-    subprocess.run(
-        command, env={**os.environ, **cache_variables(cache)}, check=True, stdout=subprocess.DEVNULL
-    )
+    environment = {**os.environ, **cache_variables(cache)}
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def make_policy(folder: Path) -> tuple[Path, Path]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,10 +21,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
-from fresh_start import make_policy
+from fresh_start import make_policy, trainload
 from measure import RESULTS, ROOT, alone, machine, median, note, save, screen, table
 from retrain_cost import first_step, write_package
-from startup import cache_variables
 
 KINDS = ("no build", "build", "warm")
 LINE = "digits"
@@ -34,7 +32,7 @@ FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one tick took.
+    """Durations and results of one tick.
 
     Attributes:
         first_step: from the command to the end of the first step, in seconds.
@@ -101,16 +99,8 @@ class Pods:
         policies = ["--policy", self.policy] if trusted else []
         before = kernels(cache)
         began = time.time()
-        trainload(
-            cache,
-            folder,
-            *policies,
-            "retrain",
-            "tick",
-            config,
-            "--at",
-            f"{when:%Y-%m-%dT%H:%M:%SZ}",
-        )
+        at = f"{when:%Y-%m-%dT%H:%M:%SZ}"
+        trainload(cache, *policies, "retrain", "tick", config, "--at", at, folder=folder)
         whole = time.time() - began
         (journal,) = folder.glob("**/events.jsonl")
         events = [json.loads(line) for line in journal.read_text().splitlines()]
@@ -122,18 +112,6 @@ class Pods:
 def kernels(cache: Path) -> set[Path]:
     """Return the libraries that the compiler has written to a cache."""
     return set((cache / "trainload" / "kernels").rglob("*.so"))
-
-
-def trainload(cache: Path, folder: Path, *arguments: object) -> None:
-    """Run one command with a cache, in a folder."""
-    command = [sys.executable, "-W", "ignore", "-m", "trainload", *map(str, arguments)]
-    environment = {
-        **os.environ,
-        **cache_variables(cache),
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-    }
-    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:
@@ -151,18 +129,18 @@ def main() -> None:
 
     found: dict[str, list[Tick]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="trainload-pods-") as name, s3_server() as url:
-        os.environ |= {**KEYS, "AWS_ENDPOINT_URL": url}
+        os.environ |= {**KEYS, "AWS_ENDPOINT_URL": url, "OMP_NUM_THREADS": "1"}
         scratch = Path(name)
         package = scratch / "package.tl"
         alone(write_package, str(package), options.width, options.layers, False)
         key, policy = make_policy(scratch)
         pods = Pods(scratch, f"s3://{BUCKET}", policy)
-        trainload(scratch / "maker", scratch, "push", package, pods.store, "--line", LINE)
+        trainload(scratch / "maker", "push", package, pods.store, "--line", LINE)
         caches = [scratch / f"cache-{number}" for number in range(options.rounds + 1)]
         found["no build"].append(pods.tick(caches.pop(), trusted=False))
         config = pods.config(scratch / "maker-of-builds")
         began = time.time()
-        trainload(scratch / "maker", config.parent, "retrain", "build", config, "--key", key)
+        trainload(scratch / "maker", "retrain", "build", config, "--key", key)
         making = time.time() - began
         note(f"the build took {making:.1f} s")
         for cache in caches:

@@ -16,7 +16,7 @@ from trainload.launching.node.fetching import fetched, pinned
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import Package, read_manifest
-from trainload.packaging.signatures.policy import Policy, check_policies
+from trainload.packaging.signatures.policy import Policy, check_policies, find_policies
 from trainload.packaging.stores.references import is_oci, is_reference
 from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
 from trainload.packaging.weight_sources.fitting import fitted
@@ -86,14 +86,14 @@ def with_given(
     Args:
         package: the run's package, frozen or with changes.
         given: the weights; None: the package's own.
-        policies: policies of the run.
+        policies: policies of the run; those of this machine are added.
     """
     if given is None:
         return package
     weights = ReplacedWeights(
         package.manifest,
         lambda: package.stored_weights,
-        lambda: _opened(given.kind, given.source, policies, given.files),
+        lambda: _opened(given.kind, given.source, (*policies, *find_policies()), given.files),
         given.names,
     )
     return replace(package, given=weights)

@@ -11,7 +11,6 @@ from trainload.launching.node.libraries import open_for_run
 from trainload.launching.run.given_weights import with_given
 from trainload.launching.run.run_spec import RunSpec
 from trainload.packaging.package import Package
-from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.stores.references import is_reference
 
 
@@ -29,9 +28,7 @@ def frozen_package(spec: RunSpec) -> Package:
     package = open_for_run(
         path, spec.libraries, spec.policies, spec.digest, trust_extensions=spec.trust_extensions
     )
-    return with_given(
-        replace(package, source=source), spec.given, (*spec.policies, *find_policies())
-    )
+    return with_given(replace(package, source=source), spec.given, spec.policies)
 
 
 def trained_package(spec: RunSpec) -> Package:
@@ -41,4 +38,4 @@ def trained_package(spec: RunSpec) -> Package:
     The errors are those of `frozen_package`.
     """
     package = spec.overrides.apply(frozen_package(spec), spec.steps)
-    return with_given(package, spec.given, (*spec.policies, *find_policies()))
+    return with_given(package, spec.given, spec.policies)

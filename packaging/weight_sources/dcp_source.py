@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from trainload.core.errors import IntegrityError, StorageError, WeightsError, printable
+from trainload.core.errors import StorageError, WeightsError, printable
 from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, bytes_of, to_fill
-from trainload.packaging.weight_sources.source_files import Unchanged, described, files_at
+from trainload.packaging.weight_sources.source_files import FileSource, described
 from trainload.packaging.weight_sources.weight_source import SourceFile
 
 METADATA = ".metadata"
@@ -119,7 +119,7 @@ class _Stored:
     reach: int
 
 
-class DcpSource:
+class DcpSource(FileSource):
     """`WeightSource` of a checkpoint of torch.distributed.checkpoint.
 
     Args:
@@ -132,15 +132,9 @@ class DcpSource:
     """
 
     def __init__(self, where: str | Path, known: Sequence[SourceFile] = ()) -> None:
-        self._where = str(where).rstrip("/")
-        self._files = files_at(self._where)
-        self._unchanged = Unchanged(self._files, self._where, tuple(known))
+        folder = str(where).rstrip("/")
+        super().__init__(folder, folder, known)
         self._stored: dict[tuple[str, int], _Stored] = {}
-
-    @property
-    def where(self) -> str:
-        """Path or URL of the checkpoint."""
-        return self._where
 
     @cached_property
     def _described(self) -> tuple[dict[str, TensorSpec], dict[str, list[_Chunk]]]:
@@ -273,15 +267,6 @@ class DcpSource:
         if begin + data.file_size > chunk.start + chunk.length:
             raise ValueError("data that are longer than their part")
         return _Stored(dtype, begin, offset, strides, reach)
-
-    def _part(self, name: str, start: int, stop: int) -> bytes:
-        try:
-            found = self._files.part(name, start, stop)
-        except IntegrityError as error:
-            raise WeightsError("a file is missing", where=f"{self._where}, {name}") from error
-        if len(found) != stop - start:
-            raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
-        return found
 
     def _malformed(self, name: str, got: str | Exception) -> WeightsError:
         said = got if isinstance(got, str) else f"{type(got).__name__}: {got}"

@@ -39,6 +39,7 @@ class ReplacedWeights:
         self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
         self._open_own = own
         self._open_source = source
+        self._opened: WeightSource | None = None
         self._given = dict(names)
         self._digest = hashlib.sha256()
         self._bytes = 0
@@ -47,13 +48,15 @@ class ReplacedWeights:
     def _own(self) -> WeightReader:
         return self._open_own()
 
-    @cached_property
+    @property
     def _source(self) -> WeightSource:
-        return self._open_source()
+        if self._opened is None:
+            self._opened = self._open_source()
+        return self._opened
 
     def begin(self) -> None:
         """Begin to count what is read, from files that are compared with their records again."""
-        self.__dict__.pop("_source", None)
+        self._opened = None
         self._digest, self._bytes = hashlib.sha256(), 0
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainload.core.errors import IntegrityError, WeightsError, printable
+from trainload.core.errors import WeightsError, printable
 from trainload.packaging.tensors.safetensors_file import (
     DTYPES,
     MAX_HEADER,
@@ -22,7 +22,7 @@ from trainload.packaging.tensors.safetensors_file import (
     bytes_of,
     to_fill,
 )
-from trainload.packaging.weight_sources.source_files import Unchanged, described, files_at
+from trainload.packaging.weight_sources.source_files import FileSource, described
 from trainload.packaging.weight_sources.weight_source import SourceFile
 
 _ENDING = ".safetensors"
@@ -41,7 +41,7 @@ class _Header:
     size: int
 
 
-class SafetensorsSource:
+class SafetensorsSource(FileSource):
     """`WeightSource` of safetensors files.
 
     Args:
@@ -56,19 +56,13 @@ class SafetensorsSource:
     """
 
     def __init__(self, where: str | Path, known: Sequence[SourceFile] = ()) -> None:
-        self._where = str(where).rstrip("/")
-        folder, _, last = self._where.rpartition("/")
+        path = str(where).rstrip("/")
+        folder, _, last = path.rpartition("/")
+        above = folder or ("/" if "/" in path else ".")
         is_file = last.endswith(_ENDING)
-        above = folder or ("/" if "/" in self._where else ".")
-        self._files = files_at(above if is_file else self._where)
+        super().__init__(path, above if is_file else path, known)
         self._single = last if is_file else None
-        self._unchanged = Unchanged(self._files, self._where, tuple(known))
         self._headers: dict[str, _Header] = {}
-
-    @property
-    def where(self) -> str:
-        """Path or URL of the file or folder."""
-        return self._where
 
     @cached_property
     def _homes(self) -> dict[str, str]:
@@ -187,22 +181,11 @@ class SafetensorsSource:
             raise self._malformed(name, f"{printable(tensor)} of {stop - start:,} bytes")
         return Place(dtype, tuple(shape), begin + start, begin + stop)
 
-    def _part(self, name: str, start: int, stop: int) -> bytes:
-        try:
-            found = self._files.part(name, start, stop)
-        except IntegrityError as error:
-            raise WeightsError(
-                "a file of weights is missing", where=f"{self._where}, {name}"
-            ) from error
-        if len(found) != stop - start:
-            raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
-        return found
-
-    def _malformed(self, name: str, got: str) -> WeightsError:
+    def _malformed(self, name: str, got: str | Exception) -> WeightsError:
         return WeightsError(
             "a file of weights is not in the safetensors format, or is not complete",
             where=f"{self._where}, {name}",
-            got=got,
+            got=str(got),
             hint="Fetch it again.",
         )
 

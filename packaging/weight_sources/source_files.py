@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -145,3 +147,37 @@ class Unchanged:
                 hint="Restore the file, or launch a new run.",
             )
         self._checked.add(name)
+
+
+class FileSource(ABC):
+    """Part of a `WeightSource` that all sources of files have in common.
+
+    Args:
+        where: path or URL of the source.
+        folder: folder of its files.
+        known: the files as they were checked; () if they have not been.
+    """
+
+    def __init__(self, where: str, folder: str, known: Sequence[SourceFile]) -> None:
+        self._where = where
+        self._files = files_at(folder)
+        self._unchanged = Unchanged(self._files, where, tuple(known))
+
+    @property
+    def where(self) -> str:
+        """Path or URL of the source."""
+        return self._where
+
+    def _part(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop) of a file."""
+        try:
+            found = self._files.part(name, start, stop)
+        except IntegrityError as error:
+            raise WeightsError("a file is missing", where=f"{self._where}, {name}") from error
+        if len(found) != stop - start:
+            raise self._malformed(name, f"an end within bytes {start:,} to {stop:,}")
+        return found
+
+    @abstractmethod
+    def _malformed(self, name: str, got: str | Exception) -> WeightsError:
+        """Return the error for a file that is not in the source's format."""

@@ -109,10 +109,15 @@ CASES = {
 _NARROW = (torch.bfloat16, torch.float16)
 
 
+def _empty_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return memory for a product, in float32 if the operands have fewer bits."""
+    dtype = torch.float32 if left.dtype in _NARROW else left.dtype
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+
+
 def _product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    wide = torch.float32 if left.dtype in _NARROW else left.dtype
-    out = left.new_empty((left.shape[0], right.shape[1]), dtype=wide)
-    return torch.mm(left.to(wide), right.to(wide), out=out).to(left.dtype)
+    out = _empty_product(left, right)
+    return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out).to(left.dtype)
 
 
 def _sum_in_float32(
@@ -123,9 +128,8 @@ def _sum_in_float32(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
-    wide = torch.float32 if left.dtype in _NARROW else left.dtype
-    out = left.new_empty((left.shape[0], right.shape[1]), dtype=wide)
-    operands = (term.to(wide), left.to(wide), right.to(wide))
+    out = _empty_product(left, right)
+    operands = (each.to(out.dtype) for each in (term, left, right))
     return torch.addmm(*operands, beta=beta, alpha=alpha, out=out).to(left.dtype)
 
 

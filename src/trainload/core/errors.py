@@ -34,10 +34,19 @@ driver.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from trainload.core.finding import Finding, page
 from trainload.core.redaction import redacted
+
+
+class Details(TypedDict, total=False):
+    """Keyword arguments of every error."""
+
+    where: str
+    expected: str
+    got: str
+    hint: str
 
 
 class TrainloadError(Exception):
@@ -117,16 +126,9 @@ class CaptureError(RequestError):
     """
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        hint: str = "",
-        findings: Sequence[Finding] = (),
+        self, problem: str, *, findings: Sequence[Finding] = (), **details: Unpack[Details]
     ) -> None:
-        super().__init__(problem, where=where, expected=expected, got=got, hint=hint)
+        super().__init__(problem, **details)
         self.findings = tuple(findings)
 
     def __str__(self) -> str:
@@ -170,16 +172,9 @@ class WeightsError(RequestError):
     """
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        hint: str = "",
-        table: Sequence[str] = (),
+        self, problem: str, *, table: Sequence[str] = (), **details: Unpack[Details]
     ) -> None:
-        super().__init__(problem, where=where, expected=expected, got=got, hint=hint)
+        super().__init__(problem, **details)
         self.table = tuple(map(printable, table))
 
     def __str__(self) -> str:

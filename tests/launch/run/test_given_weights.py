@@ -438,7 +438,7 @@ def test_a_buffer_that_is_not_saved_keeps_its_value_if_the_source_has_another(
 def test_what_a_training_saves_beside_a_model_is_not_read(
     package: Package, weights: Path, tmp_path: Path
 ) -> None:
-    """As torchtitan: the model at the root of the checkpoint."""
+    """The layout is torchtitan's: the model is at the root of the checkpoint."""
     state = load_file(weights / "model.safetensors")
     moments = {f"optimizer.state.{name}.exp_avg": value for name, value in state.items()}
     save({**state, **moments, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "saved")
@@ -450,7 +450,7 @@ def test_what_a_training_saves_beside_a_model_is_not_read(
 def test_names_may_have_a_prefix(
     prefix: str, package: Package, weights: Path, tmp_path: Path
 ) -> None:
-    """One tensor without it has the name of a buffer by chance."""
+    """One tensor without the prefix has the name of a buffer."""
     state = load_file(weights / "model.safetensors")
     given = {**{prefix + name: value for name, value in state.items()}, "scale": torch.ones(2)}
     save_file(given, tmp_path / "w.safetensors")
@@ -471,7 +471,7 @@ def test_two_models_in_one_source_are_told(package: Package, weights: Path, tmp_
 def test_links_to_files_are_followed(
     package: Package, other: Package, weights: Path, tmp_path: Path
 ) -> None:
-    """As in the cache of Hugging Face."""
+    """The cache of Hugging Face consists of such links."""
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").symlink_to(weights / "model.safetensors")
     filled = trainload.fill(package, tmp_path / "snapshot", tmp_path / "filled.tl")
