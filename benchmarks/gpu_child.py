@@ -86,9 +86,9 @@ def ours(
     from trainload.launching.node.build import compile_build, load_build
     from trainload.launching.node.determinism import deterministic
     from trainload.launching.node.graph_comparison import Comparison
+    from trainload.launching.verification.verify_build import Verifier
     from trainload.launching.worker.calls import Microbatch
     from trainload.launching.worker.engine import Draw, Engine
-    from trainload.launching.worker.verify_build import Verifier
     from trainload.packaging.package import open_package
     from trainload.sharding.plans.plan import Plan
 

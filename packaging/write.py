@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch.export import ExportedProgram
 
 from trainload.autograd_trace.graphs import Recipe, UpdateGraph
+from trainload.capture.initialization.initial_graphs import Initialization
 from trainload.capture.job.definition import AssetLike
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
 from trainload.core.canonical_json import canonical_json, sha256_file
@@ -39,12 +40,20 @@ from trainload.packaging.format.manifest_records import (
     UpdateEntry,
 )
 from trainload.packaging.format.package_files import new_folder, walk
-from trainload.packaging.format.package_paths import CONSTANTS, EXTENSIONS, MANIFEST, OUTSIDE
+from trainload.packaging.format.package_paths import (
+    CONSTANTS,
+    EXTENSIONS,
+    INITIAL_CONSTANTS,
+    INITIALIZATION,
+    MANIFEST,
+    OUTSIDE,
+)
 from trainload.packaging.format.source_map import NAME as SOURCE_MAP
 from trainload.packaging.format.source_map import SourceMap, make_source_map, restore_traces
 from trainload.packaging.graphs.graph_json import graph_to_json
 from trainload.packaging.graphs.torch_operators import operator_namespaces, running_schema
 from trainload.packaging.graphs.validate import GraphFacts, parse_graph, validate_graph
+from trainload.packaging.initialization.initial_file import write_initialization
 from trainload.packaging.libraries.op_libraries import Libraries, describe_libraries
 from trainload.packaging.package import Package, check_graphs, open_package
 from trainload.packaging.tensors.safetensors_file import write_tensors
@@ -64,6 +73,8 @@ Returns the operator libraries with their wheels.
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _NO_LIBRARIES: Mapping[str, str | None] = MappingProxyType({})
+_OF_THE_STATE = ("weights", "assets", INITIALIZATION, INITIAL_CONSTANTS)
+"""Files and folders that a package with other graphs keeps."""
 _FREEZE_DOCUMENTS = ("batch", "capture")
 """Documents of debug/ that passes copy unchanged."""
 
@@ -79,6 +90,7 @@ def write_package(
     debug: Mapping[str, object] = _NOTHING,
     max_shard: int = MAX_SHARD,
     abstract: AbstractEntry | None = None,
+    initialization: Initialization | None = None,
     libraries: Libraries = _NO_LIBRARIES,
     bundle: Bundle | None = None,
 ) -> Package:
@@ -94,6 +106,7 @@ def write_package(
         debug: name -> JSON value of further files in debug/, outside the digest.
         max_shard: bytes of tensors in one weight file.
         abstract: for a program without state: what was proven about it. No weights are written.
+        initialization: first values of parameters and buffers.
         libraries: modules that, according to the user, register the operators of other libraries;
             the others are detected.
         bundle: writes the wheels of these libraries into the package. None: no wheels.
@@ -119,13 +132,11 @@ def write_package(
         )
         if bundle is not None and bare.op_libraries:
             bare = _with_libraries(bare, bundle(bare, root / EXTENSIONS))
+        if initialization is not None:
+            write_initialization(root, initialization)
+            bare = _with_feature(bare, "initialization")
         if abstract is not None:
-            bare = bare.model_copy(
-                update={
-                    "features": tuple(sorted({*bare.features, "abstract"})),
-                    "abstract": abstract,
-                }
-            )
+            bare = _with_feature(bare, "abstract").model_copy(update={"abstract": abstract})
         else:
             state = ((name, program.state[name]) for name in _state_names(bare))
             write_weights(root, stored_tensors(bare), state, max_shard, trained_tensors(bare))
@@ -259,11 +270,13 @@ def with_program(
                 for name, entry in bare.op_libraries.items()
             },
         )
+        if "initialization" in package.manifest.features:
+            bare = _with_feature(bare, "initialization")
         added_files = add_weights(package.path, package.manifest, root, added) if added else []
         copied = [
             file
             for file in package.manifest.files
-            if file.split("/")[0] in ("weights", "assets") and file not in added_files
+            if file.split("/")[0] in _OF_THE_STATE and file not in added_files
         ]
         copied += sorted({wheel for entry in bare.op_libraries.values() for wheel in entry.wheels})
         for file in copied:
@@ -502,6 +515,10 @@ def _with_libraries(bare: Manifest, libraries: Mapping[str, OpLibraryEntry]) -> 
     return bare.model_copy(
         update={"op_libraries": dict(libraries), "features": tuple(sorted(features))}
     )
+
+
+def _with_feature(bare: Manifest, feature: str) -> Manifest:
+    return bare.model_copy(update={"features": tuple(sorted({*bare.features, feature}))})
 
 
 def _state_names(manifest: Manifest) -> list[str]:

@@ -125,10 +125,14 @@ class RandomKey:
             scaled: Tensor = coordinate * stride  # type: ignore[assignment]  # a SymInt's product with a tensor is a tensor
             index = index + scaled.view([-1] + [1] * (len(shape) - 1 - dim))
             stride = stride * size
+        return self.words_at(site, index).expand(list(shape))
+
+    def words_at(self, site: int, index: Tensor) -> Tensor:
+        """Return 32 random bits for logical elements: int32, of the shape of `index` (int64)."""
         first = mix((self.key + site * _GOLDEN) & _MASK)
         second = mix((first + _GOLDEN) & _MASK)
         words = mix_words(_word(index) ^ _word(first))
-        return mix_words(words + _word(second) + _word(index >> 32)).expand(list(shape))
+        return mix_words(words + _word(second) + _word(index >> 32))
 
     def uniform(
         self, site: int, shape: Sequence[Size], batch_dim: int | None, dtype: torch.dtype

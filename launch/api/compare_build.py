@@ -23,9 +23,9 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.node.write_build import Stages
+from trainload.launching.verification.verify_build import Verifier
 from trainload.launching.worker.calls import Microbatch
 from trainload.launching.worker.engine import Draw, Engine
-from trainload.launching.worker.verify_build import Verifier
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 

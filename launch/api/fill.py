@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainload.launching.api.request import absolute_path
+from trainload.core.errors import RequestError
+from trainload.launching.api.request import source_of_weights
 from trainload.launching.run.given_weights import given_weights, with_given
+from trainload.packaging.initialization.initial_source import INIT
 from trainload.packaging.package import Package
 from trainload.packaging.signatures.policy import find_policies
 from trainload.packaging.write import with_weights
 
 
 def fill(
-    package: Package, source: str | Path, path: str | Path, *, partial: bool = False
+    package: Package,
+    source: str | Path,
+    path: str | Path,
+    *,
+    partial: bool = False,
+    seed: int | None = None,
 ) -> Package:
     """Write a package with the graphs of another one and weights from elsewhere.
 
@@ -25,11 +32,13 @@ def fill(
         path: folder of the new package, which does not exist.
         partial: True if the source may lack tensors, which keep the package's values, and may have
             other tensors.
+        seed: seed of the source "init"; None for the package's.
 
     Returns:
         The new package, whose parent is `package`.
 
     Raises:
+        RequestError: `seed` has no effect.
         WeightsError: the weights do not fit; with a table of the tensors.
         PolicyError: a policy of this machine forbids the use of the source.
         IntegrityError: a file is damaged.
@@ -44,8 +53,20 @@ def fill(
         )
         filled = trainload.fill(package, "better.safetensors", "filled.tl")
     """
-    where, policies = absolute_path(source) or "", find_policies()
-    given = given_weights(package, where, policies, partial=partial)
+    where, policies = source_of_weights(source) or "", find_policies()
+    if seed is not None and where != INIT:
+        raise RequestError(
+            "it has no effect on weights that are read",
+            where="seed",
+            hint=f"Omit it, or pass the source {INIT!r}.",
+        )
+    given = given_weights(
+        package,
+        where,
+        policies,
+        partial=partial,
+        seed=package.recipe.seed if seed is None else seed,
+    )
     filled = with_given(package, given, policies)
     weights = filled.weights
     return with_weights(

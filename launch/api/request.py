@@ -35,6 +35,7 @@ from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import RunSpec, check_new_run, read_spec
 from trainload.launching.settings.run_settings import RunSettings, Settings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
+from trainload.packaging.initialization.initial_source import INIT
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package, check_weights
 from trainload.packaging.signatures.policy import find_policies
@@ -82,7 +83,8 @@ class PackageOptions(Settings):
     weights_from: str | Path | None = None
     """Source of the weights, in place of the package's: a safetensors file, a folder of such files
     (as from Hugging Face), a checkpoint of torch.distributed.checkpoint, a package, or a release.
-    Each rank reads its part.
+    "init" computes the model's first values, with the run's seed. Each rank reads, or computes, its
+    part.
     """
     partial_weights: bool = False
     """True if `weights_from` may lack tensors, which keep the package's values, and have others."""
@@ -121,6 +123,11 @@ def absolute_path(path: str | Path | None) -> str | None:
     return str(local_path(path).absolute())
 
 
+def source_of_weights(source: str | Path | None) -> str | None:
+    """Return INIT as it is, or the absolute path or URL of a source; see `absolute_path`."""
+    return source if source == INIT and isinstance(source, str) else absolute_path(source)
+
+
 def spec_of(
     package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int
 ) -> RunSpec:
@@ -128,7 +135,8 @@ def spec_of(
     policy, checkpoints = request.policy, request.checkpoints
 
     policies = find_policies(None if policy is None else Path(policy))
-    given, partial = absolute_path(request.weights_from), request.partial_weights
+    given, partial = source_of_weights(request.weights_from), request.partial_weights
+    own_seed = request.overrides.seed
     if partial and given is None:
         raise RequestError(
             "it has no effect without a source of weights",
@@ -158,7 +166,13 @@ def spec_of(
         "trust_extensions": request.trust_extensions,
         "given": None
         if given is None
-        else given_weights(package, given, policies, partial=partial),
+        else given_weights(
+            package,
+            given,
+            policies,
+            partial=partial,
+            seed=package.recipe.seed if own_seed is None else own_seed,
+        ),
         "digest": package.digest,
         "versions": versions(),
         "policies": policies,

@@ -1,5 +1,8 @@
 """Write checkpoints asynchronously: copy the state, write it from a thread, publish it atomically.
 
+On a CPU, a state of more than `COPIED` bytes is not copied, since the copy would take memory that
+the plan does not account for: the rank waits until its shard is written.
+
 Every rank writes a shard to shared storage, and then a mark, a small file with its digests. Rank 0
 waits for all marks, and publishes the index. If it gives up, it leaves a notice for ranks that
 still wait or arrive late. So a kill at any moment leaves complete checkpoints and, perhaps, drafts
@@ -27,6 +30,7 @@ from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Dr
 from trainload.launching.checkpoints.index import (
     CheckpointIndex,
     DataPosition,
+    FileRecord,
     Written,
     buffer_key,
     flat_key,
@@ -42,6 +46,9 @@ from trainload.sharding.plans.plan import Bucket, Plan
 
 _log = logging.getLogger(__name__)
 
+COPIED = 2**30
+"""Maximum bytes of a CPU rank's state that is copied."""
+_WAIT_SECONDS = 1.0
 _ATTEMPT = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -80,6 +87,8 @@ class CheckpointWriter:
         before_publishing: called by rank 0's thread when a checkpoint is complete and not yet
             visible.
         aborted: once it is set, nothing is published, and no rank is waited for.
+        writing_state: called once a second while `save` waits for a state that is not copied, for
+            at most `timeout`.
 
     Raises:
         StorageError, CheckpointError: the place is not writable.
@@ -96,6 +105,7 @@ class CheckpointWriter:
         timeout: float = 600.0,
         before_publishing: Callable[[], None] = _do_nothing,
         aborted: threading.Event | None = None,
+        writing_state: Callable[[], None] = _do_nothing,
     ) -> None:
         assert 0 <= rank < plan.world_size
         assert keep.last >= 1
@@ -104,6 +114,8 @@ class CheckpointWriter:
         self._keep, self._timeout, self._before_publishing = keep, timeout, before_publishing
         self._aborted = aborted or threading.Event()
         self._host: dict[str, torch.Tensor] = {}
+        self._writing_state = writing_state
+        self._state_written = threading.Event()
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -120,7 +132,7 @@ class CheckpointWriter:
     def save(
         self, step: int, state: ShardedState, data: DataPosition, user: Mapping[str, Any]
     ) -> None:
-        """Copy the state and start to write it.
+        """Copy the state and start to write it; or write it, if it is too large to be copied.
 
         All ranks must call it in the same order, with the same arguments except for the state.
 
@@ -161,7 +173,7 @@ class CheckpointWriter:
             for name, tensor in state.buffers.items()
             if self._leads(homes.get(name, 0))
         }
-        self._copy_to_host(tensors)
+        copied = self._copy_to_host(tensors)
         entries = {
             bucket.name: tuple(sorted(state.flats[bucket.name])) for bucket in scalar_buckets
         }
@@ -191,7 +203,18 @@ class CheckpointWriter:
         self._thread = threading.Thread(
             target=self._run, args=(index,), name=f"checkpoint {step}", daemon=True
         )
+        self._state_written.clear()
         self._thread.start()
+        if not copied:
+            self._wait_for_state()
+
+    def _wait_for_state(self) -> None:
+        """Wait until this rank's shard is written, or has failed."""
+        until = time.monotonic() + self._timeout
+        while not self._state_written.wait(_WAIT_SECONDS):
+            if time.monotonic() < until:
+                self._writing_state()
+        self._host = {}
 
     def _leads(self, pipeline_index: int) -> bool:
         """Return True if this rank's shard is the first of those of a pipeline rank."""
@@ -251,8 +274,16 @@ class CheckpointWriter:
         self._aborted.set()
         return self.idle(_ABORT_SECONDS)
 
-    def _copy_to_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors to host memory, which all saves reuse; it is pinned for GPU tensors."""
+    def _copy_to_host(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Copy the tensors to host memory, which all saves reuse; it is pinned for GPU tensors.
+
+        Returns:
+            False if they are not copied, and must not change while they are written.
+        """
+        on_cpu = [tensor.nbytes for tensor in tensors.values() if tensor.device.type == "cpu"]
+        if sum(on_cpu) > COPIED:
+            self._host = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            return False
         host_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             host = self._host.get(name)
@@ -262,6 +293,7 @@ class CheckpointWriter:
         self._host = host_tensors
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
+        return True
 
     def _run(self, index: CheckpointIndex) -> None:
         began = time.perf_counter()
@@ -277,6 +309,13 @@ class CheckpointWriter:
                 raise self._user_error(error, draft.where) from error
         except BaseException as error:  # noqa: BLE001  # stored for the training thread, whose `save` or `wait` raises it
             self._failure = error
+        finally:
+            self._state_written.set()
+
+    def _write_shard(self, draft: Draft, shard: str) -> FileRecord:
+        record = write_shard(draft, shard, self._host)
+        self._state_written.set()
+        return record
 
     def _user_error(self, error: OSError | TrainloadError, where: str) -> TrainloadError:
         """Return an error for the user: that of the operating system behind one of a folder, in
@@ -291,7 +330,7 @@ class CheckpointWriter:
         """
         shard = shard_name(0, self._plan.world_size)
         try:
-            mine = write_shard(draft, shard, self._host)
+            mine = self._write_shard(draft, shard)
             written = [
                 Written(file=mine, entries=index.entries, scalars=index.scalars, own=index.own),
                 *self._collect(draft),
@@ -327,7 +366,7 @@ class CheckpointWriter:
         shard = shard_name(self._rank, self._plan.world_size)
         try:
             written = Written(
-                file=write_shard(draft, shard, self._host),
+                file=self._write_shard(draft, shard),
                 entries=index.entries,
                 scalars=index.scalars,
                 own=index.own,

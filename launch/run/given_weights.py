@@ -15,9 +15,12 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.fetching import fetched, pinned
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
+from trainload.packaging.initialization.initial_file import read_initialization
+from trainload.packaging.initialization.initial_source import INIT, InitialSource
 from trainload.packaging.package import Package, read_manifest
 from trainload.packaging.signatures.policy import Policy, check_policies, find_policies
 from trainload.packaging.stores.references import is_oci, is_reference
+from trainload.packaging.tensors.weight_shards import stored_tensors
 from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
 from trainload.packaging.weight_sources.fitting import fitted
 from trainload.packaging.weight_sources.package_source import PackageSource
@@ -26,7 +29,10 @@ from trainload.packaging.weight_sources.safetensors_source import SafetensorsSou
 from trainload.packaging.weight_sources.source_files import files_at
 from trainload.packaging.weight_sources.weight_source import SourceFile, WeightSource
 
-Kind = Literal["release", "package", "checkpoint", "files"]
+_SHOWN = 20
+"""Maximum number of lines of a table."""
+
+Kind = Literal["release", "package", "checkpoint", "files", "init"]
 
 
 class GivenWeights(BaseModel):
@@ -34,7 +40,8 @@ class GivenWeights(BaseModel):
 
     Attributes:
         kind: a package in a store or registry, a package's folder, a checkpoint of
-            torch.distributed.checkpoint, or safetensors files.
+            torch.distributed.checkpoint, safetensors files, or the first values that the package
+            itself computes ("init").
         source: path, URL or name of the source.
         files: the source's files that are read.
         names: parameter or buffer -> its name in the source. Those that are not here keep the
@@ -47,26 +54,32 @@ class GivenWeights(BaseModel):
     source: str
     files: tuple[SourceFile, ...]
     names: dict[str, str]
+    seed: int | None = None
+    """Seed of first values."""
 
 
 def given_weights(
-    package: Package, source: str, policies: Sequence[Policy], *, partial: bool
+    package: Package, source: str, policies: Sequence[Policy], *, partial: bool, seed: int
 ) -> GivenWeights:
     """Check by their headers that weights fit a package.
 
     Args:
         package: the package as it was frozen.
         source: a safetensors file, a folder of them, or a checkpoint of
-            torch.distributed.checkpoint, at an absolute path or URL; the folder of a package; or a
-            package in a store.
+            torch.distributed.checkpoint, at an absolute path or URL; the folder of a package; a
+            package in a store; or INIT.
         policies: policies that the source must satisfy.
         partial: see `fitted`.
+        seed: seed of the random numbers of first values.
 
     Raises:
         WeightsError: there are none, or they do not fit; with a table of the tensors.
         PolicyError: a policy forbids their use.
         StorageError: they cannot be reached.
     """
+    if source == INIT:
+        names = _initialised(package, partial=partial)
+        return GivenWeights(kind="init", source=INIT, files=(), names=names, seed=seed)
     kind = _kind_of(source)
     if kind == "release":
         source, _ = pinned(source)
@@ -93,10 +106,56 @@ def with_given(
     weights = ReplacedWeights(
         package.manifest,
         lambda: package.stored_weights,
-        lambda: _opened(given.kind, given.source, (*policies, *find_policies()), given.files),
+        lambda: _source_of(package, given, policies),
         given.names,
     )
     return replace(package, given=weights)
+
+
+def _source_of(package: Package, given: GivenWeights, policies: Sequence[Policy]) -> WeightSource:
+    """Open the source that a run was given."""
+    if given.kind != "init":
+        return _opened(given.kind, given.source, (*policies, *find_policies()), given.files)
+    initialization = read_initialization(package.path, package.manifest)
+    assert initialization is not None and given.seed is not None
+    return InitialSource(initialization, given.seed)
+
+
+def _initialised(package: Package, *, partial: bool) -> dict[str, str]:
+    """Return the names of the parameters and buffers whose first values a package computes.
+
+    Raises:
+        WeightsError: it does not compute all of them, unless `partial`; with a table.
+    """
+    initialization = read_initialization(package.path, package.manifest)
+    if initialization is None:
+        raise WeightsError(
+            "the package has no graphs of its model's first values",
+            where=INIT,
+            hint=(
+                "Freeze a function that constructs the model (freeze FILE.py:FUNCTION), or name"
+                " another source of weights."
+            ),
+        )
+    specs = [spec.name for part in stored_tensors(package.manifest) for spec in part]
+    without = [name for name in specs if name not in initialization.values]
+    if without and not (partial and package.manifest.abstract is None):
+        shown = [
+            f"{name}: {initialization.missing.get(name, 'it was added to the package')}"
+            for name in without[:_SHOWN]
+        ]
+        more = [f"and {len(without) - _SHOWN} more"] if len(without) > _SHOWN else []
+        raise WeightsError(
+            f"{len(without)} of {len(specs)} parameters and buffers cannot be initialised",
+            where=INIT,
+            hint=(
+                "Name another source of weights."
+                if package.manifest.abstract is not None
+                else "Pass --partial-weights to keep the package's values of these."
+            ),
+            table=[*shown, *more],
+        )
+    return {name: name for name in specs if name in initialization.values}
 
 
 def _kind_of(source: str) -> Kind:

@@ -362,8 +362,7 @@ class Engine:
                 step = UpdateStep(
                     self._plan, self._updates, self._recipe, name, lacking, self._index
                 )
-                norm, *new = step(*arguments)
-                self._store_created(step, norm, params, new, scaling)
+                norm = self._create_state(step, arguments, params, scaling)
             else:
                 self._on_call(self._built.update_names[name])
                 (norm,) = self._built.update[name](*arguments)
@@ -376,30 +375,31 @@ class Engine:
                     state.params[part.bucket.name] = gathered
         return norm
 
-    def _store_created(
+    def _create_state(
         self,
         step: UpdateStep,
-        norm: Tensor,
+        arguments: Sequence[Tensor],
         params: Sequence[Tensor],
-        new: Sequence[Tensor],
         scaling: list[Tensor],
-    ) -> None:
-        """Store the results of an update that creates optimizer state or means.
+    ) -> Tensor:
+        """Run an update that creates optimizer state or means, one bucket at a time, and return the
+        gradient's norm.
 
         Nothing but the loss scale is stored if the loss is scaled and the gradient was not finite.
         """
-        results = list(new)
-        if scaling:
-            scaling[:] = [results.pop() for _ in scaling][::-1]
-            if not torch.isfinite(norm):
-                return
-        values = iter(results)
-        for param in params:
-            param.copy_(next(values))
-        for part in step.parts:
-            self.held.states[part.key] = [next(values).clone() for _ in part.state]
-        for part in step.parts if step.keeps_mean else ():
-            self.held.means[part.bucket.name] = next(values).clone()
+        results = step.in_turn(*arguments)
+        norm, *scales = next(results)
+        scaling[:] = scales
+        if scaling and not torch.isfinite(norm):
+            return norm
+        for part, param, (new, *created) in zip(step.parts, params, results, strict=True):
+            param.copy_(new)
+            values = [value.clone() for value in created]
+            count = len(part.state)
+            self.held.states[part.key] = values[:count]
+            if step.keeps_mean:
+                (self.held.means[part.bucket.name],) = values[count:]
+        return norm
 
     def _gather_stored(self, bucket: Bucket, updated: Tensor) -> Tensor:
         """Return the part of a bucket that this rank stores, gathered from the slices that the

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from trainload.core.errors import DataError, TrainingError, TrainloadError, raised
 from trainload.launching.data.run_data import RunData
+from trainload.launching.verification.allocation_errors import is_out_of_memory
 from trainload.launching.worker.calls import Microbatch
 from trainload.launching.worker.engine import Engine
-from trainload.launching.worker.out_of_memory import explain_memory, is_out_of_memory
+from trainload.launching.worker.out_of_memory import explain_memory
 from trainload.launching.worker.rejected_values import Rejected, find_rejected
 from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import places_in_step, step_graphs

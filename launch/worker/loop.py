@@ -27,6 +27,7 @@ from trainload.core.errors import (
     DivergedError,
     RunInterrupted,
 )
+from trainload.core.host_memory import return_large_blocks
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.index import DataPosition
 from trainload.launching.checkpoints.load import load_sharded
@@ -47,6 +48,7 @@ from trainload.launching.run.contact import Contact, Request
 from trainload.launching.run.run_directory import resume_command
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.straggler import peers_of
+from trainload.launching.verification.verify_build import Verifier
 from trainload.launching.worker.agreement import check_same_collectives, check_same_data
 from trainload.launching.worker.engine import Draw, Engine, GraphResult, StepResult
 from trainload.launching.worker.evaluation import Evaluation
@@ -55,7 +57,6 @@ from trainload.launching.worker.not_finite import first_not_finite
 from trainload.launching.worker.preparation import Keeper, Opened, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
-from trainload.launching.worker.verify_build import Verifier
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 SCALING = "loss scaling"
@@ -92,6 +93,7 @@ def run_worker(spec: RunSpec, place: Place, contact: Contact, keeper: Keeper | N
         DivergedError: a loss, or the norm of a gradient whose loss is not scaled, is not finite.
         TrainloadError: an error of the package, the plan, the data or the checkpoints.
     """
+    return_large_blocks()
     with deterministic(spec.deterministic):
         _Worker(spec, place, contact, (keeper or Keeper()).opened(spec, place.rank)).run()
 
@@ -154,6 +156,7 @@ class _Worker:
             # so the journal has every step that a restart from it does not repeat
             before_publishing=contact.flush,
             aborted=contact.aborted,
+            writing_state=partial(self._activity.at, Phase.SAVING),
         )
         self._saver = Saver(
             writer, contact, self._control, leading=place.rank == 0, patience=spec.storage_patience

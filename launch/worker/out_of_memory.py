@@ -14,6 +14,7 @@ import torch
 
 from trainload.core.errors import OutOfMemoryError, PlanError
 from trainload.launching.node.utilisation import used_bytes
+from trainload.launching.verification.allocation_errors import PHRASES
 from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
 from trainload.sharding.planner.device import DeviceProfile, read
@@ -28,8 +29,6 @@ from trainload.sharding.planner.search import (
 )
 from trainload.sharding.plans.plan import Plan
 
-_PHRASES = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-"""Phrases in the errors of torch's allocators, of numpy and of the system."""
 _SUGGESTED_FRACTION = 0.8
 """A plan is suggested if it needs at most this fraction of the memory of the failed plan."""
 _GIB = 2**30
@@ -38,13 +37,6 @@ _PROFILES = {"cpu": "cpu-2-cores", "cuda": "h100"}
 
 The memory of tensors does not depend on it.
 """
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error reports a failed allocation."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        word in str(error) for word in _PHRASES
-    )
 
 
 def explain_memory(
@@ -69,11 +61,7 @@ def explain_memory(
     """
     in_use = used_bytes(device)
     message = next(
-        (
-            line.strip()
-            for line in str(error).splitlines()
-            if any(word in line for word in _PHRASES)
-        ),
+        (line.strip() for line in str(error).splitlines() if any(word in line for word in PHRASES)),
         type(error).__name__,
     )
     estimated, smaller = "", ""

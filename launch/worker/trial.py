@@ -21,10 +21,10 @@ from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
+from trainload.launching.verification.verify_build import Verifier
 from trainload.launching.worker.engine import Engine
 from trainload.launching.worker.preparation import built_for, open_data, set_threads
 from trainload.launching.worker.step_batches import draw_of, next_calls
-from trainload.launching.worker.verify_build import Verifier
 from trainload.sharding.planner.check_plan import check_plan
 
 _TRIAL_STEPS = 3

@@ -13,7 +13,8 @@ FORMAT_VERSION = 2
     1 (2026-11-21)  First version.
     2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version,
                     digest, modules, Triton kernels, and wheels in extensions/; feature
-                    `extensions`. 2026-11-23: feature `training`.
+                    `extensions`. 2026-11-23: feature `training`. 2026-11-29: feature
+                    `initialization`.
 
 A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each
 version.
@@ -30,6 +31,9 @@ FEATURES: Mapping[str, str] = {
     "extensions": (
         "extensions/ holds wheels of operator libraries, which run code; a reader loads them only"
         " with permission"
+    ),
+    "initialization": (
+        "initialization.json has graphs that compute the first values of parameters and buffers"
     ),
     "non-persistent-buffers": (
         "weights/non-persistent.safetensors holds buffers that are not in the model's state dict"

@@ -42,6 +42,7 @@ from trainload.packaging.format.package_paths import (
     CONSTANTS,
     EXTENSIONS,
     INDEX,
+    INITIALIZATION,
     MANIFEST,
     OUTSIDE,
 )
@@ -305,6 +306,11 @@ class Manifest(Record):
         )
         _check_abstract(self, where)
         _check_extensions(self, where)
+        if ("initialization" in self.features) != (INITIALIZATION in self.files):
+            raise PackageError(
+                f"the feature initialization requires {INITIALIZATION}, and the reverse",
+                where=where,
+            )
         if ("training" in self.features) != (self.training is not None):
             raise PackageError(
                 "the feature training requires the field training, and the reverse", where=where

@@ -6,6 +6,8 @@ import re
 
 MANIFEST = "manifest.json"
 CONSTANTS = "constants.safetensors"
+INITIALIZATION = "initialization.json"
+INITIAL_CONSTANTS = "initialization.safetensors"
 INDEX = "weights/model.safetensors.index.json"
 NON_PERSISTENT = "weights/non-persistent.safetensors"
 CHUNKS = "weights/chunks.json"

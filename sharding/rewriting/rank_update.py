@@ -4,8 +4,9 @@ update, the running mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -208,6 +209,30 @@ class UpdateStep:
     def __call__(
         self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor
     ) -> tuple[Tensor, ...]:
+        results = self.in_turn(divisor, rates, rank, *flat)
+        norm, *scaling = next(results)
+        outputs = list(results)
+        counts = [len(part.state) for part in self.parts]
+        new = [param for param, *_ in outputs]
+        for output, count in zip(outputs, counts, strict=True):
+            new += output[1 : 1 + count]
+        for output, count in zip(outputs, counts, strict=True):
+            new += output[1 + count :]
+        if scaling and not self._lacking:
+            finite = torch.isfinite(norm)  # the same on all ranks
+            old = [*flat[: len(self.parts)], *flat[2 * len(self.parts) : -len(scaling)]]
+            new = [torch.where(finite, *pair) for pair in zip(new, old, strict=True)]
+        return (norm, *new, *scaling)
+
+    def in_turn(
+        self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the results of a call bucket by bucket, so that they need not exist at once.
+
+        Yields:
+            (norm[, scale, streak]), then (param, *states[, mean]) of each bucket, whether the norm
+            is finite or not.
+        """
         count = len(self.parts)
         params, gradients, old_state = (
             flat[:count],
@@ -217,7 +242,6 @@ class UpdateStep:
         scaling = (
             [old_state.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
         )
-        states = list(old_state)
         if self._plan.pipeline is not None:
             gradients = tuple(
                 self._synchronised(part.bucket, value)
@@ -228,11 +252,13 @@ class UpdateStep:
         factor = 1.0 / divisor
         if clip_norm is not None:
             factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
-        new_params, new_states = [], []
+        yield (norm, *(self._next_scale(torch.isfinite(norm), *scaling) if scaling else ()))
+        kept = [part for part in self.parts if part.key not in self._lacking.states]
+        means = iter(old_state[sum(len(part.state) for part in kept) :])
+        states = iter(old_state)
         for part, param, gradient in zip(self.parts, params, gradients, strict=True):
             first = part.key in self._lacking.states
-            entries = () if first else tuple(states[: len(part.state)])
-            states = states[len(entries) :]
+            entries = () if first else tuple(islice(states, len(part.state)))
             scaled = (gradient * factor).to(gradient.dtype)
             if clip_value is not None:
                 scaled = scaled.clamp(-clip_value, clip_value)
@@ -242,34 +268,18 @@ class UpdateStep:
                 if part.update.elementwise
                 else self._run_whole(part, rate, operands, rank)
             )
-            param_out, *state_out = outputs
-            new_params.append(param_out)
-            new_states.extend(state_out)
-        means = self._means(new_params, states)
-        if self._recipe.loss_scale is None:
-            return (norm, *new_params, *new_states, *means)
-        finite = torch.isfinite(norm)  # the same on all ranks
-        results = [*new_params, *new_states, *means]
-        if not self._lacking:
-            results = [
-                torch.where(finite, new, old)
-                for new, old in zip(results, [*params, *old_state], strict=True)
-            ]
-        return (norm, *results, *self._next_scale(finite, *scaling))
+            yield (*outputs, *self._mean(part, outputs[0], means))
 
-    def _means(self, params: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+    def _mean(
+        self, part: BucketUpdate, param: Tensor, means: Iterator[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return a bucket's new running mean, if the graph keeps them. `means`: the old ones."""
         decay = self._graph.ema_decay
         if decay is None:
-            return []
-        remaining_means = iter(means)
-        return [
-            (
-                param.clone()
-                if part.bucket.name in self._lacking.means
-                else torch.lerp(next(remaining_means), param, 1 - decay)
-            )
-            for part, param in zip(self.parts, params, strict=True)
-        ]
+            return ()
+        if part.bucket.name in self._lacking.means:
+            return (param.clone(),)
+        return (torch.lerp(next(means), param, 1 - decay),)
 
     def _next_scale(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next step's scale and streak."""

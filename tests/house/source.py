@@ -24,6 +24,8 @@ PRIVATE_TORCH = frozenset(
         "autograd_trace/compiling/kernels.py",
         "autograd_trace/derivation/named_groups.py",
         "autograd_trace/derivation/wait_time.py",
+        "capture/initialization/construction_recorder.py",
+        "capture/initialization/fake_tensors.py",
         "capture/job/torch_modes.py",
         "packaging/graphs/graph_json.py",
         "packaging/graphs/graph_replacement.py",

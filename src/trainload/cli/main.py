@@ -160,15 +160,16 @@ def freeze(
     added = _asset_options(assets)
     check_supported_torch()
     began = time.perf_counter()
-    from trainload.freezing.load_job import load_job
+    from trainload.freezing.load_job import load_recorded_job
 
     with redirect_stdout(sys.stderr):  # the job's own code may print
-        job = _with_assets(load_job(spec), added)
+        recorded = load_recorded_job(spec, values=not abstract)
+        job = _with_assets(recorded.job, added)
         from trainload.capture.parity.replays import Check
         from trainload.capture.shapes.shape_report import explain_shapes as shapes_of
         from trainload.freezing.freeze import freeze as freeze_job
 
-        small = load_job(small_spec) if small_spec is not None else None
+        small = None if small_spec is None else load_recorded_job(small_spec, values=True)
         shapes = (
             {name: shapes_of(job, name) for name in _training_graphs(job)} if explain_shapes else {}
         )
@@ -180,7 +181,7 @@ def freeze(
     fixes: list[Any] = []
     with redirect_stdout(sys.stderr):
         package = freeze_job(
-            job,
+            dataclasses.replace(recorded, job=job),
             target,
             check=Check(check),
             strict=strict,

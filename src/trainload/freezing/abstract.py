@@ -14,7 +14,6 @@ from trainload.autograd_trace.graphs import Recipe, UpdateGraph
 from trainload.autograd_trace.optimizer.capture_optimizer import capture_optimizer
 from trainload.autograd_trace.optimizer.optimizer_groups import with_trained
 from trainload.autograd_trace.optimizer.trainers import make_optimizers
-from trainload.capture.job.definition import Job
 from trainload.capture.job.inputs import leaves_of
 from trainload.capture.job.leading_rows import arranged
 from trainload.capture.job.synthesise import with_quantiles
@@ -22,7 +21,9 @@ from trainload.capture.parity.replays import Check
 from trainload.capture.tracing.abstract_job import capture_abstract, with_real_batch
 from trainload.capture.tracing.targets import example_of, targets_of
 from trainload.core.errors import CaptureError, JobError
+from trainload.freezing.initial_values import proven_values, values_like
 from trainload.freezing.prove import keep_steps, prove
+from trainload.freezing.recorded_job import RecordedJob
 from trainload.packaging.format.manifest_records import AbstractEntry
 from trainload.packaging.graphs.graph_digest import graphs_digest
 from trainload.packaging.libraries.op_libraries import Libraries
@@ -33,7 +34,11 @@ _CPU = torch.device("cpu")
 
 
 def freeze_abstract(
-    job: Job, path: Path, reduced: Job | None, check: Check, libraries: Libraries
+    recorded: RecordedJob,
+    path: Path,
+    reduced: RecordedJob | None,
+    check: Check,
+    libraries: Libraries,
 ) -> Package:
     """Write a package of a job whose model has no values.
 
@@ -42,8 +47,8 @@ def freeze_abstract(
     repeated layers. docs/abstract.md says what this proves and what it does not.
 
     Args:
-        job: parameters and buffers of its model, and tensors of its batch, may be fake or on the
-            meta device.
+        recorded: the job. Parameters and buffers of its model, and tensors of its batch, may be
+            fake or on the meta device.
         path: the package to write, a folder that does not exist.
         reduced: a job of the same code with smaller sizes, with values.
         check: check that compares the reduced job with eager mode.
@@ -55,19 +60,10 @@ def freeze_abstract(
             the message says where.
     """
     if reduced is None:
-        raise JobError(
-            "an abstract package needs a reduced job to be proven against",
-            where="reduced",
-            expected=(
-                "a job of the same code with smaller sizes, which can be compared with eager mode"
-            ),
-            hint=(
-                "Pass one: freeze(job, path, abstract=True, reduced=small_job), or --reduced"
-                " MODULE:FUNCTION."
-            ),
-        )
+        raise no_reduced_job()
+    job = recorded.job
     # the job itself cannot be run, so it is captured in this mode too
-    small = prove(reduced, check, strict=False)
+    small = prove(reduced.job, check, strict=False)
     optimizers = make_optimizers(job)
     program, proof = capture_abstract(job, small.program)
     real = arranged(with_real_batch(job))
@@ -92,10 +88,32 @@ def freeze_abstract(
         check=check.value,
     )
     package = write_package(
-        path, program, updates, recipe, assets=job.assets, libraries=libraries, abstract=entry
+        path,
+        program,
+        updates,
+        recipe,
+        assets=job.assets,
+        libraries=libraries,
+        abstract=entry,
+        initialization=values_like(recorded, proven_values(reduced)),
     )
     keep_steps(package, steps)
     return package
+
+
+def no_reduced_job() -> JobError:
+    """Return the error of an abstract freeze without a reduced job."""
+    return JobError(
+        "an abstract package needs a reduced job to be proven against",
+        where="reduced",
+        expected=(
+            "a job of the same code with smaller sizes, which can be compared with eager mode"
+        ),
+        hint=(
+            "Pass one: freeze(job, path, abstract=True, reduced=small_job), or --reduced"
+            " MODULE:FUNCTION."
+        ),
+    )
 
 
 def _check_updates(

@@ -19,9 +19,11 @@ from trainload.capture.shapes.shape_fixes import AppliedFix, with_suggested_fixe
 from trainload.core.arguments import check_arguments
 from trainload.core.errors import JobError
 from trainload.core.paths import check_name
-from trainload.freezing.abstract import freeze_abstract
+from trainload.freezing.abstract import freeze_abstract, no_reduced_job
 from trainload.freezing.bundle import Bundler, given_wheel
+from trainload.freezing.initial_values import proven_values
 from trainload.freezing.prove import keep_steps, prove
+from trainload.freezing.recorded_job import RecordedJob, recorded_job
 from trainload.launching.node.libraries import import_libraries
 from trainload.packaging.format.assets import asset_sources
 from trainload.packaging.format.package_files import check_new_folder
@@ -32,10 +34,9 @@ from trainload.packaging.write import write_package
 
 @warned_of_autocast
 @one_at_a_time
-@neutrally
 @check_arguments(JobError)
 def freeze(
-    job: Job,
+    job: Job | Callable[[], Job] | RecordedJob,
     path: str | Path,
     *,
     check: Check | Literal["usual", "thorough"] = Check.USUAL,
@@ -43,7 +44,7 @@ def freeze(
     apply_suggested_fixes: bool = False,
     on_fix: Callable[[AppliedFix], None] | None = None,
     abstract: bool = False,
-    reduced: Job | None = None,
+    reduced: Job | Callable[[], Job] | RecordedJob | None = None,
     libraries: Libraries = MappingProxyType({}),
     bundle_ops: bool | Sequence[str | Path] = False,
 ) -> Package:
@@ -53,7 +54,10 @@ def freeze(
     devices derive theirs when the package is first compiled there.
 
     Args:
-        job: model, loss, optimizer, schedule and an example batch.
+        job: model, loss, optimizer, schedule and an example batch; or a function that returns them.
+            A function is called while the first values of the model that it constructs are
+            recorded, for runs with `weights_from="init"`. With `abstract`, large tensors that it
+            constructs have no values and take no memory.
         path: the package to write, a folder that does not exist.
         check: "usual" compares with eager mode on the example batch and on one with another number
             of rows; "thorough" on six further batches, with sizes drawn from those that the graph
@@ -65,10 +69,10 @@ def freeze(
         apply_suggested_fixes: if True and torch rejects the sizes that `Job.dynamic` declares,
             declare those that it suggests instead. debug/batch.json records the changes.
         on_fix: called with each change.
-        abstract: True if the model has no values (for example on the meta device): only shapes are
-            frozen, for planning. See docs/abstract.md.
-        reduced: for an abstract package, a job of the same code with smaller sizes, which is
-            compared with eager mode instead.
+        abstract: True if the model has no values: it is frozen without weights. See
+            docs/abstract.md.
+        reduced: for an abstract package, a job of the same code with smaller sizes, or a function
+            that returns it; it is compared with eager mode instead.
         libraries: namespace of custom operators that the job calls -> module or Python file that
             registers them, which is imported and recorded; the others are detected. See
             docs/operators.md.
@@ -91,6 +95,42 @@ def freeze(
     path, check = Path(path), Check(check)
     check_name(path)
     check_new_folder(path)
+    if abstract and reduced is None:
+        raise no_reduced_job()
+    recorded, small = (
+        each if each is None or isinstance(each, RecordedJob) else recorded_job(each, values=values)
+        for each, values in ((job, not abstract), (reduced, True))
+    )
+    assert recorded is not None
+    return _freeze(
+        recorded,
+        path,
+        check,
+        strict,
+        apply_suggested_fixes,
+        on_fix,
+        abstract,
+        small,
+        libraries,
+        bundle_ops,
+    )
+
+
+@neutrally
+def _freeze(
+    recorded: RecordedJob,
+    path: Path,
+    check: Check,
+    strict: bool | None,
+    apply_suggested_fixes: bool,
+    on_fix: Callable[[AppliedFix], None] | None,
+    abstract: bool,
+    reduced: RecordedJob | None,
+    libraries: Libraries,
+    bundle_ops: bool | Sequence[str | Path],
+) -> Package:
+    """Freeze a job that was constructed; see `freeze`."""
+    job = recorded.job
     check_job(job)
     asset_sources(job.assets)  # check them before the long part of the work
     if abstract and strict is not None:
@@ -114,7 +154,7 @@ def freeze(
                 where="freeze",
                 hint="See docs/abstract.md.",
             )
-        return freeze_abstract(job, path, reduced, check, libraries)
+        return freeze_abstract(recorded, path, reduced, check, libraries)
     job = arranged(job)
     wheels = (
         ()
@@ -136,6 +176,7 @@ def freeze(
         proven.updates,
         proven.recipe,
         assets=job.assets,
+        initialization=proven_values(recorded),
         debug=debug,
         libraries=libraries,
         bundle=Bundler(wheels, libraries) if bundle_ops else None,

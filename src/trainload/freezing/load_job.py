@@ -12,19 +12,38 @@ from trainload.core.user_code import FORMS, describe, load_module, user_line
 
 if TYPE_CHECKING:
     from trainload.capture.job.definition import Job
+    from trainload.freezing.recorded_job import RecordedJob
+
+
+_NO_VALUES = (
+    "While a model is constructed without weights, random tensors and those of more than 1 MiB have"
+    " no values that code could read."
+)
 
 
 def load_job(spec: str) -> Job:
+    """Load the job that `spec` names, with values; see `load_recorded_job`."""
+    return load_recorded_job(spec, values=True).job
+
+
+def load_recorded_job(spec: str, *, values: bool) -> RecordedJob:
     """Load the job that `spec` names: a `Job`, or a function without arguments that returns one.
+
+    The first values of a model that the function constructs are recorded.
 
     As when Python runs a script, the file's folder (for a module: the current folder) is put first
     on `sys.path` and stays there, so that the job's own imports work, late ones included.
+
+    Args:
+        spec: the name.
+        values: False to construct large tensors without values.
 
     Raises:
         JobError: the spec is malformed, its file or module is missing or does not import, it has no
             such name, or the name is not a job. The message names the line of the user's file.
     """
     from trainload.capture.job.definition import Job
+    from trainload.freezing.recorded_job import recorded_job
 
     location, _, name = spec.rpartition(":")
     if not location or not name.isidentifier():
@@ -42,19 +61,23 @@ def load_job(spec: str) -> Job:
         )
         raise JobError(f"there is no {name!r} in it", where=location, hint=hint)
     value = getattr(module, name)
+    recorded = recorded_job(value, values=values) if isinstance(value, Job) else None
     if inspect.isroutine(value):
         try:
-            value = value()
+            recorded = recorded_job(value, values=values)
         except TrainloadError:
             raise
         except (Exception, SystemExit) as error:
             raise JobError(
-                f"{name}() failed: {describe(error)}", where=user_line(error, module)
+                f"{name}() failed: {describe(error)}",
+                where=user_line(error, module),
+                hint="" if values else _NO_VALUES,
             ) from error
+        value = recorded.job
         where = f"{location}:{name}()"
     else:
         where = f"{location}:{name}"
-    if not isinstance(value, Job):
+    if recorded is None or not isinstance(value, Job):
         got = f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
         raise JobError(
             "this is not a job",
@@ -62,7 +85,7 @@ def load_job(spec: str) -> Job:
             expected="a trainload.Job, or a function without arguments that returns one",
             got=got,
         )
-    return value
+    return recorded
 
 
 def _candidates(module: ModuleType, job: type) -> list[str]:

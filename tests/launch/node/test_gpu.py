@@ -29,7 +29,7 @@ from trainload.launching.data.sampler import rows
 from trainload.launching.described import described_build
 from trainload.launching.described.described_gpu import is_this_machines
 from trainload.launching.run.journal import Event, read_events
-from trainload.launching.worker.row_limit import free_bytes
+from trainload.launching.verification.row_limit import free_bytes
 from trainload.packaging.package import Package
 from trainload.sharding.planner.device import profile_of_product
 

@@ -15,7 +15,7 @@ from tests.ranks import ran
 import trainload
 from trainload.core.errors import OutOfMemoryError
 from trainload.launching.run.journal import read_events
-from trainload.launching.worker.out_of_memory import is_out_of_memory
+from trainload.launching.verification.allocation_errors import is_out_of_memory
 from trainload.packaging.package import Package
 
 MORE = 700 * 2**20

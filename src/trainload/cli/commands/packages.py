@@ -431,17 +431,26 @@ def _format_turn(turn: TurnRecipe) -> str:
     "--weights", "source", required=True, metavar="SOURCE", help="Weights (docs/weights.md)."
 )
 @click.option("--partial-weights", is_flag=True, help="They may lack tensors or have others.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of init. Default: the package's.")
 @new_package_option
 @json_option
-def fill(package: Path, source: str, partial_weights: bool, output: Path, as_json: bool) -> None:
+def fill(
+    package: Path,
+    source: str,
+    partial_weights: bool,
+    seed: int | None,
+    output: Path,
+    as_json: bool,
+) -> None:
     """Write a package with the graphs of PKG and weights from elsewhere.
 
     PKG may be abstract. SOURCE is a safetensors file, a folder of them (as from Hugging Face), a
-    checkpoint of torch.distributed.checkpoint, a package or a release.
+    checkpoint of torch.distributed.checkpoint, a package, a release, or "init": the first values
+    that the model's code gives its tensors.
     """
     from trainload.launching.api.fill import fill as write
 
-    filled = write(shared.open_package(package), source, output, partial=partial_weights)
+    filled = write(shared.open_package(package), source, output, partial=partial_weights, seed=seed)
     if as_json:
         print_json({"package": output, "digest": filled.digest})
     else:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,11 @@ from trainload.launching.node.graph_comparison import (
     write_comparison,
 )
 from trainload.launching.node.process_groups import gathered
-from trainload.launching.worker.departures import departing, named, recorded
-from trainload.launching.worker.out_of_memory import is_out_of_memory
-from trainload.launching.worker.rounding import explained_distances, rounded_runs
-from trainload.launching.worker.row_limit import fitting_rows
+from trainload.launching.verification.allocation_errors import is_out_of_memory
+from trainload.launching.verification.departures import departing, named, recorded
+from trainload.launching.verification.host_copies import Copy, HostCopies, loaded
+from trainload.launching.verification.rounding import explained_distances, rounded_runs
+from trainload.launching.verification.row_limit import fitting_rows
 from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import places_in_step
 from trainload.sharding.plans.plan import Bucket, Plan
@@ -47,8 +49,9 @@ from trainload.sharding.rewriting.rank_graphs import update_name
 from trainload.sharding.rewriting.rank_update import UPDATE_SCALARS, bucket_updates
 from trainload.sharding.rewriting.rewrite import BETWEEN
 
-Labelled = list[tuple[str, Tensor]]
-"""Values of a call, each with its name in messages."""
+V = TypeVar("V", Tensor, Copy)
+Labelled = list[tuple[str, V]]
+"""Values of a call, or copies of them, each with its name in messages."""
 
 
 class Verifier:
@@ -72,6 +75,7 @@ class Verifier:
 
     Attributes:
         device: device of this rank.
+        folder: folder of the build.
         decided: decisions about the graphs of this build so far: graph -> True if it runs
             interpreted.
         seconds: time spent on comparisons since the last call of `taken`.
@@ -92,12 +96,7 @@ class Verifier:
         comparing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._package, self._plan, self._rank, self.device = package, plan, rank, device
-        self._folder, self._control, self._required, self._tell = (
-            folder,
-            control,
-            required,
-            tell,
-        )
+        self.folder, self._control, self._required, self._tell = folder, control, required, tell
         self._index = plan.pipeline_index(rank)
         self._plain: Mapping[str, GraphModule] = {}
         self._buckets = {bucket.name: bucket for bucket in plan.held_buckets(self._index)}
@@ -188,19 +187,19 @@ class Verifier:
         """
         self.decided[comparison.graph] = comparison.interpreted
         self._drop_plain_graphs()
-        write_comparison(self._folder, comparison)
+        write_comparison(self.folder, comparison)
         if comparison.interpreted:
             self._tell(comparison)
             if self._required:
                 raise _interpreted_error(comparison)
 
     def labelled(
-        self, graph: BuiltGraph, arguments: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> Labelled:
+        self, graph: BuiltGraph, arguments: Sequence[V], results: Sequence[V]
+    ) -> Labelled[V]:
         """Return the results of a call, or the values that an update wrote, with their names;
         buckets are split by parameter.
         """
-        labelled_values: Labelled = []
+        labelled_values: Labelled[V] = []
         if not is_update(graph):
             for port, value in zip(graph.outputs, results, strict=True):
                 if port.role is Role.BUCKET_GRADIENT:
@@ -232,7 +231,8 @@ class Verifier:
             (f"optimizer's state, number {n}", value)
             for n, value in enumerate(arguments[first + 2 * len(parts) :], 1)
         ]
-        return [*labelled_values, ("gradient's norm", results[0])]
+        labelled_values.append(("gradient's norm", results[0]))
+        return labelled_values
 
     def place(self, graph: str, nodes: Sequence[str]) -> str:
         """Return the user's line of the first of these nodes for which it is known; "" if there is
@@ -275,7 +275,7 @@ class Verifier:
         mine = {
             name: comparison
             for name in sorted(names)
-            if (comparison := read_comparison(self._folder, name)) is not None
+            if (comparison := read_comparison(self.folder, name)) is not None
         }
         every = gathered(mine, self._control)
         return {
@@ -284,19 +284,20 @@ class Verifier:
             if all(each.get(name) == comparison for each in every)
         }
 
-    def _split_by_parameter(self, bucket: Bucket, value: Tensor, what: str) -> Labelled:
+    def _split_by_parameter(self, bucket: Bucket, value: V, what: str) -> Labelled[V]:
         """Split a flat tensor of a bucket, or of this rank's share of it, by parameter."""
         start = (
             0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
         )
-        labelled_values: Labelled = []
+        labelled_values: Labelled[V] = []
         for slot in bucket.slots:
             low, high = (
                 max(slot.offset - start, 0),
                 min(slot.offset + slot.length - start, len(value)),
             )
             if low < high:
-                labelled_values.append((f"{what} {slot.parameter}", value[low:high]))
+                part: V = value[low:high]
+                labelled_values.append((f"{what} {slot.parameter}", part))
         return labelled_values
 
 
@@ -347,6 +348,7 @@ class _ComparedCall:
         trial = _Trial(verifier, graph, plain, few)
         comparison = trial.difference()
         if comparison is None and batch:
+            trial.put_aside()
             try:
                 longer = _Trial(verifier, graph, plain, _one_more_row(few, batch))
             except (RuntimeError, ValueError, IndexError) as error:
@@ -367,8 +369,8 @@ class _ComparedCall:
 class _Trial:
     """An interpreted and a compiled call of a graph on the same arguments.
 
-    The compared values are copied to host memory, so that a GPU needs memory for one call at a
-    time. An update writes to its arguments, so they are restored before each call.
+    The compared values are copied (`host_copies.py`), so that memory for one call at a time is
+    needed. An update writes to its arguments, so they are restored before each call.
 
     The constructor raises errors of the interpreted graph and of the allocator.
 
@@ -387,6 +389,7 @@ class _Trial:
             arguments,
         )
         _free_cached(verifier.device)
+        self._copies = HostCopies([verifier.folder])
         self._initial = self._copy_written()
         self._expected = self._copy_outcome(plain(*arguments))
         self._compiled_outcome: _Outcome | None = None
@@ -410,7 +413,13 @@ class _Trial:
         if chosen is None:
             return self._compiled_results
         self._write(chosen.written)
-        return [value.to(self._verifier.device) for value in chosen.results]
+        return [loaded(value).to(self._verifier.device) for value in chosen.results]
+
+    def put_aside(self) -> None:
+        """Keep the compiled call's results as copies, so that there is memory for another trial."""
+        if self._compiled_outcome is None:
+            self._compiled_outcome = self._copy_outcome(self._compiled_results)
+            self._compiled_results = ()
 
     def difference(self, explained: Sequence[float] = ()) -> Comparison | None:
         """Return the difference that rounding does not explain, the same on every rank; None if
@@ -430,10 +439,7 @@ class _Trial:
         )
         if not verifier.agreed(far):
             return None
-        self._compiled_outcome, self._compiled_results = (
-            self._copy_outcome(self._compiled_results),
-            (),
-        )
+        self.put_aside()
         explained = self._explained_distances(expected)
         beyond = [at for at, distance in enumerate(distances) if not distance <= explained[at]]
         if verifier.agreed(bool(beyond)):
@@ -467,7 +473,7 @@ class _Trial:
         return verifier.first(mine)
 
     def _explained_distances(
-        self, expected: Sequence[Tensor], *, further: bool = False
+        self, expected: Sequence[Copy], *, further: bool = False
     ) -> list[float]:
         """Return how far rounding may move each value.
 
@@ -479,32 +485,32 @@ class _Trial:
         ]
         return explained_distances(expected, run_values, further=further)
 
-    def _measure_distances(self, expected: Sequence[Tensor]) -> list[float]:
+    def _measure_distances(self, expected: Sequence[Copy]) -> list[float]:
         """Return the relative distances of the compiled graph's values from the expected ones."""
         labelled = self._verifier.labelled(self._graph, self._arguments, self._compiled_results)
         return [
-            relative_distance(value, other.cpu())
+            relative_distance(loaded(value), other.cpu())
             for value, (_, other) in zip(expected, labelled, strict=True)
         ]
 
-    def _label(self, outcome: _Outcome) -> Labelled:
+    def _label(self, outcome: _Outcome) -> Labelled[Copy]:
         return self._verifier.labelled(self._graph, outcome.written, outcome.results)
 
     def _copy_outcome(self, results: Sequence[Tensor]) -> _Outcome:
-        return _Outcome(self._copy_written(), [value.cpu() for value in results])
+        return _Outcome(self._copy_written(), [self._copies.copy(value) for value in results])
 
-    def _copy_written(self) -> list[Tensor]:
+    def _copy_written(self) -> list[Copy]:
         """Return copies of the arguments if the graph writes to them, otherwise []."""
         return (
-            [value.to("cpu", copy=True) for value in self._arguments]
+            [self._copies.copy(value) for value in self._arguments]
             if is_update(self._graph)
             else []
         )
 
-    def _write(self, values: Sequence[Tensor]) -> None:
+    def _write(self, values: Sequence[Copy]) -> None:
         if values:
             for argument, value in zip(self._arguments, values, strict=True):
-                argument.copy_(value)
+                argument.copy_(loaded(value))
 
     def _restore_arguments(self) -> Sequence[Tensor]:
         """Restore the arguments to their values before the first call, and return them."""
@@ -514,10 +520,10 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Results of a call, and the arguments that it wrote to, copied to host memory."""
+    """Copies of the results of a call, and of the arguments that it wrote to."""
 
-    written: list[Tensor]
-    results: list[Tensor]
+    written: list[Copy]
+    results: list[Copy]
 
 
 def _free_cached(device: torch.device) -> None:

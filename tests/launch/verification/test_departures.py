@@ -14,8 +14,8 @@ from tests.sharding.given import captured_step, value
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from trainload.launching.worker import departures
-from trainload.launching.worker.departures import Values, departing, recorded
+from trainload.launching.verification import departures
+from trainload.launching.verification.departures import Values, departing, recorded
 
 FAULT = "fault"
 

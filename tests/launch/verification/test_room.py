@@ -7,7 +7,7 @@ import torch
 
 from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.graphs import StepGraph
-from trainload.launching.worker.row_limit import fitting_rows, rows_within
+from trainload.launching.verification.row_limit import fitting_rows, rows_within
 from trainload.packaging.package import Package
 from trainload.sharding.analysis.liveness import held
 from trainload.sharding.planner.plan_costs import sizes_of

@@ -31,8 +31,8 @@ from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CompileError
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.run.journal import Event, read_events
-from trainload.launching.worker import rounding
-from trainload.launching.worker import verify_build as verifying
+from trainload.launching.verification import rounding
+from trainload.launching.verification import verify_build as verifying
 from trainload.launching.worker.loop import GRAPHS
 from trainload.packaging.package import Package
 from trainload.sharding.plans.strategies import Strategy

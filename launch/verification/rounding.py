@@ -22,6 +22,7 @@ from torch.fx.node import map_aggregate
 from trainload.capture.operators import is_collective
 from trainload.capture.parity.distance import relative_distance
 from trainload.launching.node.graph_comparison import EXPLAINED
+from trainload.launching.verification.host_copies import Copy, loaded
 
 _RUNS = 2
 """Number of runs, of which the greatest distance counts."""
@@ -193,7 +194,7 @@ def rounded_runs(
 
 
 def explained_distances(
-    expected: Sequence[Tensor], runs: Sequence[Sequence[Tensor]], *, further: bool = False
+    expected: Sequence[Copy], runs: Sequence[Sequence[Copy]], *, further: bool = False
 ) -> list[float]:
     """Return the greatest relative distance that rounding explains, for each value.
 
@@ -205,9 +206,12 @@ def explained_distances(
     return [
         max(
             EXPLAINED,
-            *(_explained_distance(relative_distance(value, run[at]), further) for run in runs),
+            *(
+                _explained_distance(relative_distance(loaded(copy), loaded(run[at])), further)
+                for run in runs
+            ),
         )
-        for at, value in enumerate(expected)
+        for at, copy in enumerate(expected)
     ]
 
 

@@ -21,7 +21,7 @@ from trainload.autograd_trace.compiling.inductor import compile_graph, load_comp
 from trainload.capture.operators import is_collective, is_overload
 from trainload.capture.parity.distance import relative_distance
 from trainload.launching.node.graph_comparison import EXPLAINED
-from trainload.launching.worker.rounding import explained_distances, rounded_runs
+from trainload.launching.verification.rounding import explained_distances, rounded_runs
 from trainload.sharding.analysis.graph_nodes import holds_tensors
 
 _MAX_SHOWN = 3

@@ -11,7 +11,7 @@ from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.launching.node.graph_comparison import EXPLAINED
-from trainload.launching.worker.rounding import explained_distances, rounded_runs
+from trainload.launching.verification.rounding import explained_distances, rounded_runs
 
 
 def noise(seed: int, size: float) -> Tensor:

@@ -1,0 +1,121 @@
+"""The record of how tensors got their first values: calls of operators, in order.
+
+A tensor is recorded by its storage and its place in it, so it does not matter through which Python
+object it was written: `weight.data`, a view, or the parameter made from it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of a tape: the number of its storage, and its place in it, in elements."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensor's elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator.
+
+    Attributes:
+        operator: the operator, or `truncated_normal`.
+        args: positional arguments, with a TensorRef in place of each tensor.
+        kwargs: keyword arguments likewise.
+        results: the tensors that it returned.
+        created: storages that it created.
+        written: storages that it changed, other than created ones.
+        read: storages of its tensor arguments.
+        random: True if it draws random numbers.
+        state: state of the generator before a draw that was executed: uint8 (5056,).
+        place: the user's expression of a call that cannot be repeated.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[TensorRef, ...]
+    created: frozenset[int]
+    written: frozenset[int]
+    read: frozenset[int]
+    random: bool = False
+    state: Tensor | None = None
+    place: str = ""
+
+
+@dataclass(slots=True)
+class Tape:
+    """Calls in order, and tensors that came from elsewhere.
+
+    Attributes:
+        calls: the calls.
+        constants: storage -> its values when it was read first, of shape (elements,), for storages
+            whose creation was not recorded.
+        outside: storage -> its size in bytes, for those that are too large for a constant.
+        random_read: the user's expression that read a random value first, so that the calls which
+            follow may depend on it; None if there is none.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    constants: dict[int, Tensor] = field(default_factory=dict)
+    outside: dict[int, int] = field(default_factory=dict)
+    random_read: str | None = None
+    _touching: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def append(self, call: Call) -> None:
+        """Add a call."""
+        for storage in {ref.storage for ref in call.results} | call.created | call.written:
+            self._touching[storage].append(len(self.calls))
+        self.calls.append(call)
+
+    def calls_for(self, storage: int) -> list[int]:
+        """Return the numbers of the calls on which a storage's values depend, in order."""
+        needed: set[int] = set()
+        limits: dict[int, int] = {}
+        pending = [(storage, len(self.calls))]
+        while pending:
+            current, limit = pending.pop()
+            if limits.get(current, -1) >= limit:
+                continue
+            limits[current] = limit
+            for number in self._touching.get(current, ()):
+                if number >= limit:
+                    break
+                if number in needed:
+                    continue
+                needed.add(number)
+                pending += [(read, number) for read in self.calls[number].read if read != current]
+        return sorted(needed)
+
+
+def refs_in(value: Any) -> Iterator[TensorRef]:
+    """Yield the tensors in a call's arguments."""
+    if isinstance(value, TensorRef):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from refs_in(item)
+    elif isinstance(value, Mapping):
+        yield from refs_in(list(value.values()))
+
+
+def truncated_normal(tensor: Tensor, mean: float, std: float, low: float, high: float) -> Tensor:
+    """Stand for `torch.nn.init.trunc_normal_` in calls: it rejects draws in a loop."""
+    raise AssertionError("only its name is used")
