@@ -28,12 +28,17 @@ from typing import Any
 
 import numpy as np
 from large_model_job import LARGE
+from llama8b import REDUCED, Shapes
 from measure import RESULTS, ROOT, machine, note, save, screen, table
 
 LIMIT = 2 * 2**30
 """Bytes of private memory of the process that freezes."""
 JOB = Path(__file__).resolve().parent / "large_model_job.py"
 SOURCES = ("init", "safetensors", "dcp")
+RESUME = """
+import sys, trainload
+trainload.resume(sys.argv[1], steps=int(sys.argv[2]))
+"""
 SAVE_DCP = """
 import sys, trainload
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -58,7 +63,7 @@ def trainload(*arguments: object, limit: int | None = None) -> dict[str, Any]:
     assert process.stdout is not None
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, command
+    assert status == 0, (command, output)
     seconds = time.perf_counter() - began
     return {"result": json.loads(output), "seconds": seconds, "peak": usage.ru_maxrss * 1024}
 
@@ -91,12 +96,12 @@ def rank_peaks() -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def rows(path: Path, vocabulary: int) -> Path:
+def rows(path: Path, shapes: Shapes) -> Path:
     """Write rows of tokens."""
     draw = np.random.default_rng(0)
-    shape = (64, LARGE.length)
+    size = (64, shapes.length)
     names = ("tokens", "targets")
-    np.savez(path, **{name: draw.integers(0, vocabulary, shape) for name in names})
+    np.savez(path, **{name: draw.integers(0, shapes.vocabulary, size) for name in names})
     return path
 
 
@@ -112,7 +117,8 @@ def train(
     with rank_peaks() as peaks:
         first = trainload(*launch, "--steps", steps, "--run-dir", run)
     with rank_peaks() as resumed:
-        trainload("resume", run, "--steps", steps + 1)
+        command = [sys.executable, "-c", RESUME, str(run), str(steps + 1)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     losses = [event["data"]["loss"] for event in events if event["kind"] == "step"]
     expected = sum(value for key, value in estimate.items() if not key.startswith("communication"))
@@ -156,8 +162,8 @@ def main() -> None:
         )
         trainload("freeze", reduced, "-o", small)
         note("training the reduced model")
-        own = train(scratch, small, rows(scratch / "small.npz", 256), "own", 3, "init")
-        data = rows(scratch / "rows.npz", LARGE.vocabulary)
+        own = train(scratch, small, rows(scratch / "small.npz", REDUCED), "own", 3, "init")
+        data = rows(scratch / "rows.npz", LARGE)
         runs = {}
         for source, weights in sources(scratch, package, arguments.sources).items():
             note(f"training from {source}")

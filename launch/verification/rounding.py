@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from trainload.capture.operators import is_collective
 from trainload.capture.parity.distance import relative_distance
 from trainload.launching.node.graph_comparison import EXPLAINED
-from trainload.launching.verification.host_copies import Copy, loaded
+from trainload.launching.verification.stored_copies import Copy, loaded
 
 _RUNS = 2
 """Number of runs, of which the greatest distance counts."""

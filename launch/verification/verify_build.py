@@ -39,9 +39,9 @@ from trainload.launching.node.graph_comparison import (
 from trainload.launching.node.process_groups import gathered
 from trainload.launching.verification.allocation_errors import is_out_of_memory
 from trainload.launching.verification.departures import departing, named, recorded
-from trainload.launching.verification.host_copies import Copy, HostCopies, loaded
 from trainload.launching.verification.rounding import explained_distances, rounded_runs
 from trainload.launching.verification.row_limit import fitting_rows
+from trainload.launching.verification.stored_copies import Copy, HostCopies, loaded
 from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import places_in_step
 from trainload.sharding.plans.plan import Bucket, Plan
@@ -369,7 +369,7 @@ class _ComparedCall:
 class _Trial:
     """An interpreted and a compiled call of a graph on the same arguments.
 
-    The compared values are copied (`host_copies.py`), so that memory for one call at a time is
+    The compared values are copied (`stored_copies.py`), so that memory for one call at a time is
     needed. An update writes to its arguments, so they are restored before each call.
 
     The constructor raises errors of the interpreted graph and of the allocator.

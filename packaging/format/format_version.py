@@ -21,8 +21,8 @@ version.
 """
 FEATURES: Mapping[str, str] = {
     "abstract": (
-        "the package has shapes and no weights, and cannot be trained: `abstract` says what was"
-        " proven"
+        "the package has shapes and no weights, so a launch has to name them: `abstract` says what"
+        " was proven"
     ),
     "custom-ops": (
         "graphs call operators of other libraries, described in `op_libraries`; a reader needs"

@@ -264,6 +264,7 @@ def _check_value(
     if (
         (tuple(result.shape), result.dtype) != (spec.shape, DTYPES[spec.dtype])
         or len(value.draws) != len(graph.draws)
+        or len(value.constants) != len(known)
         or [_facts(each) for each in known] != [_facts(each) for each in inputs]
     ):
         raise PackageError("a first value does not fit its tensor or its graph", where=where)

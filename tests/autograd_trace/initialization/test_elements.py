@@ -19,6 +19,7 @@ from trainload.autograd_trace.initialization.elements import (
     is_elementwise,
     whole_bytes,
 )
+from trainload.capture.initialization.initial_graphs import output_of
 
 ROWS, COLUMNS = 300, 257  # three blocks
 Function = Callable[[Tensor], Tensor]
@@ -102,7 +103,7 @@ def test_the_values_are_those_of_the_function(name: str) -> None:
 @given(data=st.data())
 def test_a_part_has_the_bits_of_the_whole(name: str, data: st.DataObject) -> None:
     module = module_of({**ELEMENTWISE, **WHOLE}[name])
-    size = elements.output_of(module).meta["val"].numel()
+    size = output_of(module).meta["val"].numel()
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     whole = elements_of(module).slice(0, size)

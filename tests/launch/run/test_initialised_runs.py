@@ -31,9 +31,10 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(16, width)
         self.embedding.weight.data[3] = 0.5
-        self.hidden = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        for layer in self.hidden:
+        layers = [nn.Linear(width, width) for _ in range(2)]
+        for layer in layers:
             nn.init.trunc_normal_(layer.weight, std=0.2)
+        self.hidden = nn.ModuleList(layers)
         self.mixed = nn.Linear(width, width)
         nn.init.orthogonal_(self.mixed.weight)
         self.head = nn.Linear(width, 16, bias=False)
@@ -162,7 +163,7 @@ def divided(abstract: Package, data: Path, folder: Path) -> Path:
                     abstract,
                     trainload.Cluster(devices_per_node=world),
                     strategy,  # type: ignore[arg-type]  # one of them
-                    **more,
+                    **more,  # type: ignore[arg-type]  # numbers of ranks
                 ),
                 data,
                 {**options, "output": folder / f"{name}.tl"},
@@ -284,7 +285,8 @@ def loaded(width: int) -> nn.Module:
 def partial(folder: Path) -> Package:
     def construct() -> trainload.Job:
         def with_big(model: Any, batch: dict[str, Tensor]) -> Tensor:
-            return loss(model, batch) + model.big.square().mean()
+            found: Tensor = loss(model, batch) + model.big.square().mean()
+            return found
 
         job = job_of(loaded(SMALL))
         return trainload.Job(
