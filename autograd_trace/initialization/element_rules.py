@@ -35,8 +35,9 @@ def _coordinates(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
     """Return the coordinates of elements, outermost first."""
     coordinates = []
     for size in reversed(shape):
-        coordinates.append(index % size)
-        index = index // size
+        divisor = max(size, 1)  # the index of a tensor without elements is empty, or not used
+        coordinates.append(index % divisor)
+        index = index // divisor
     return coordinates[::-1]
 
 
@@ -45,6 +46,26 @@ def _linear(coordinates: Sequence[Tensor], shape: Sequence[int], like: Tensor) -
     for coordinate, size in zip(coordinates, shape, strict=True):
         index = index * size + coordinate
     return index
+
+
+def moves(node: Node) -> list[tuple[Node, bool]]:
+    """Return the arguments whose elements an operator with a rule reads, each with True if it needs
+    other places of them than of its result.
+    """
+    shape = node.meta["val"].shape
+    if node.op == "placeholder" or node.target in EMPTY or node.target in FACTORIES:
+        return []
+    rule = RULES.get(node.target)
+    if rule is _constant_like:
+        return []
+    if rule is _same:
+        return [(_node(node.args[0]), False)]
+    if rule in (_select_scatter, _slice_scatter):
+        return [(_node(node.args[0]), False), (_node(node.args[1]), True)]
+    if rule is _copy or rule is None:
+        read = [_node(node.args[1])] if rule is _copy else node.all_input_nodes
+        return [(source, source.meta["val"].shape != shape) for source in read]
+    return [(_node(node.args[0]), True)]
 
 
 def broadcast_index(index: Tensor, shape: Sequence[int], own: Sequence[int]) -> Tensor:
@@ -147,6 +168,8 @@ def _slice(run: Run, node: Node, index: Tensor) -> Tensor:
 
 def _slice_scatter(run: Run, node: Node, index: Tensor) -> Tensor:
     base, source = _node(node.args[0]), _node(node.args[1])
+    if not source.meta["val"].numel():
+        return run.at(base, index)
     shape = base.meta["val"].shape
     dim, start, stop, step = _bounds(node, shape, 2)
     coordinates = _coordinates(index, shape)

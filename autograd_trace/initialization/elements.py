@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from trainload.autograd_trace.initialization.element_rules import (
     EMPTY,
@@ -16,6 +17,7 @@ from trainload.autograd_trace.initialization.element_rules import (
     RULES,
     broadcast_index,
     is_pointwise,
+    moves,
 )
 from trainload.capture.initialization.initial_graphs import output_of
 
@@ -29,6 +31,10 @@ WHOLE_LIMIT = 2 * 2**30
 
 _TABLE = 64 * 2**20
 """Maximum bytes of the tensors of a table that is computed whole although it need not be."""
+
+_MOST_NODES = 100
+_MOST_EVALUATIONS = 300
+"""Nodes of a graph, and evaluations of nodes for a block, if it is computed element by element."""
 
 Read = Callable[[Tensor], Tensor]
 """Returns elements of a flattened tensor: int64 (n,) -> (n,)."""
@@ -105,26 +111,54 @@ class Elements:
             return _never_written(value.dtype).expand(value.shape)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         operator: Any = node.target
-        return operator(*args, **kwargs)
+        # The graph was traced over tensors with other strides, which its views fit.
+        return map_aggregate(operator(*args, **kwargs), _contiguous)
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def is_elementwise(module: GraphModule) -> bool:
     """Return True if the output is computed element by element.
 
     A small table without draws is not: it is computed by the same calls as in eager mode, and so
-    has the same bits.
+    has the same bits. Nor is the output of a graph that would evaluate its nodes very often.
     """
     needed = _needed(output_of(module))
     if all(node.op != "placeholder" for node in needed) and _peak(needed) <= _TABLE:
         return False
-    return all(
-        node.op == "placeholder"
-        or node.target in RULES
-        or node.target in EMPTY
-        or node.target in FACTORIES
-        or is_pointwise(node)
-        for node in needed
+    return (
+        all(
+            node.op == "placeholder"
+            or node.target in RULES
+            or node.target in EMPTY
+            or node.target in FACTORIES
+            or is_pointwise(node)
+            for node in needed
+        )
+        and len(needed) <= _MOST_NODES
+        and _evaluations(needed) <= _MOST_EVALUATIONS
     )
+
+
+def _evaluations(needed: Sequence[Node]) -> int:
+    """Return how often nodes are evaluated for one block; more than _MOST_EVALUATIONS counts as
+    that plus one.
+
+    A node is evaluated once for each set of places at which its users need it, and a rule that
+    moves elements needs its arguments at a set of its own.
+    """
+    places: dict[Node, set[tuple[Node, ...]]] = {node: set() for node in needed}
+    places[needed[-1]].add(())
+    total = 0
+    for node in reversed(needed):
+        total += len(places[node])
+        if total > _MOST_EVALUATIONS:
+            return _MOST_EVALUATIONS + 1
+        for source, moved in moves(node):
+            places[source] |= {(*path, node, source) if moved else path for path in places[node]}
+    return total
 
 
 def whole_bytes(module: GraphModule) -> int:

@@ -29,6 +29,18 @@ Distribution = Literal[
     cauchy            median, scale
     integers          lower bound, upper bound (excluded)
 """
+PARAMETERS: Mapping[Distribution, int] = {
+    "uniform": 2,
+    "normal": 2,
+    "truncated normal": 4,
+    "log normal": 2,
+    "exponential": 1,
+    "bernoulli": 1,
+    "geometric": 1,
+    "cauchy": 2,
+    "integers": 2,
+}
+"""Distribution -> its number of parameters."""
 
 
 class Unsupported(Exception):
@@ -49,18 +61,12 @@ Use = Callable[[Tensor], Any]
 """Returns a call's result for its draw."""
 
 
-COMPOSED = frozenset(
-    {
-        _aten.bernoulli.default,
-        _aten.bernoulli_.Tensor,
-        _aten.normal.Tensor_float,
-        _aten.normal.float_Tensor,
-        _aten.normal.Tensor_Tensor,
-        _aten.randperm.default,
-        _aten.randperm.generator,
-    }
+NORMAL_OF = frozenset(
+    {_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor}
 )
-"""Operators whose result is a function of a draw, rather than the draw itself."""
+"""Operators that scale and move standard normal numbers by tensors."""
+PERMUTATIONS = frozenset({_aten.randperm.default, _aten.randperm.generator})
+"""Operators whose result is the order of uniform numbers."""
 
 
 def draw_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Draw, Use]:
@@ -77,7 +83,11 @@ def draw_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     rule = _RULES.get(operator)
     if rule is None:
         raise Unsupported(f"it is drawn by {operator}, which cannot be drawn element by element")
-    return rule(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+    options = {name: value for name, value in kwargs.items() if name != "generator"}
+    draw, use = rule(*args, **options)
+    if draw.dtype.is_complex:
+        raise Unsupported("its random numbers are complex")
+    return draw, use
 
 
 def _in_place(distribution: Distribution, *defaults: float) -> Callable[..., tuple[Draw, Use]]:
@@ -116,16 +126,6 @@ def _unchanged(draw: Tensor) -> Tensor:
 
 def _truncated(x: Tensor, *parameters: float) -> tuple[Draw, Use]:
     return Draw("truncated normal", parameters, tuple(x.shape), x.dtype), x.copy_
-
-
-def _bernoulli_of(x: Tensor) -> tuple[Draw, Use]:
-    draw = Draw("uniform", (0.0, 1.0), tuple(x.shape), torch.float64)
-    return draw, lambda drawn: (drawn < x).to(x.dtype)
-
-
-def _bernoulli_of_(x: Tensor, p: Tensor) -> tuple[Draw, Use]:
-    draw = Draw("uniform", (0.0, 1.0), tuple(x.shape), torch.float64)
-    return draw, lambda drawn: x.copy_(drawn < p)
 
 
 def _bernoulli_p(x: Tensor, p: float) -> tuple[Draw, Use]:
@@ -185,8 +185,6 @@ _RULES: Mapping[Any, Callable[..., tuple[Draw, Use]]] = {
     _aten.random_.default: _random,
     _aten.random_.to: _random_to,
     getattr(_aten.random_, "from"): _random,
-    _aten.bernoulli.default: _bernoulli_of,
-    _aten.bernoulli_.Tensor: _bernoulli_of_,
     _aten.bernoulli.p: _bernoulli_p,
     _aten.normal.Tensor_float: _normal_of,
     _aten.normal.float_Tensor: _normal_of,

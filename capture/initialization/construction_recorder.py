@@ -5,16 +5,18 @@ Torch's private name is `torch.nn.init._no_grad_trunc_normal_`. Tested with torc
 
 from __future__ import annotations
 
-import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainload.capture.initialization.construction_tape import (
@@ -28,19 +30,24 @@ from trainload.capture.initialization.fake_tensors import (
     fake_mode,
     without_references,
 )
+from trainload.capture.initialization.initial_graphs import LARGEST_CONSTANT
 from trainload.capture.job.tensor_classes import has_values, is_fake
 from trainload.capture.operators import is_overload
 from trainload.capture.source.source_place import place_here
 from trainload.core.errors import JobError
 
 LIMIT = 2**20
-"""Bytes of a tensor that is constructed although the model has no values, and of a constant."""
+"""Bytes of a tensor that is constructed although the model has no values."""
 
 _aten = torch.ops.aten
 _READS: frozenset[object] = frozenset(
     {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 )
 """Operators that return a tensor's values to Python."""
+_PYTHON_READS = ("tolist", "numpy", "__array__", "__reduce_ex__")
+"""Methods of tensors that return their values to Python without an operator."""
+MOST_CONSTANTS = 64 * LARGEST_CONSTANT
+"""Bytes of all constants."""
 _IGNORED = ("prim",)
 """Namespaces of operators that compute no values."""
 R = TypeVar("R")
@@ -59,9 +66,12 @@ def recording(*, values: bool) -> Iterator[InitRecorder]:
     with (
         warnings.catch_warnings(),
         patch.object(torch.nn.init, "_no_grad_trunc_normal_", recorder.draw_truncated),
-        patch.object(Tensor, "__deepcopy__", _deepcopy),
+        ExitStack() as patches,
         recorder,
     ):
+        for name in _PYTHON_READS:
+            patches.enter_context(patch.object(Tensor, name, recorder.reading(name)))
+        patches.enter_context(patch.object(Tensor, "__deepcopy__", recorder.deepcopy()))
         # of copy.deepcopy, which calls it to learn whether a tensor has values
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield recorder
@@ -74,6 +84,8 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         limit: size in bytes above which tensors have no values; None if all have values.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, limit: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.tape = Tape()
@@ -84,6 +96,7 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._storages: list[StorageWeakRef] = []
         self._random: set[int] = set()
         self._unknown: set[int] = set()
+        self._constant_bytes = 0
         self._suspended = False
         self._draw_truncated: Callable[..., Tensor] = torch.nn.init._no_grad_trunc_normal_
 
@@ -98,7 +111,7 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if func in _READS:
             self._check_read(tensors)
             return func(*args, **kwargs)
-        if any(tensor.layout is not torch.strided for tensor in tensors):
+        if not all(map(is_recordable, tensors)):
             return self._leave(func(*args, **kwargs))
         refs = self._refs(args), self._refs(kwargs)
         read = frozenset(ref.storage for ref in map(self.ref, tensors))
@@ -143,6 +156,49 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         )
         return tensor
 
+    def reading(self, name: str) -> Callable[..., Any]:
+        """Return a replacement of a method that returns a tensor's values to Python."""
+        method = getattr(Tensor, name)
+
+        @functools.wraps(method)
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._suspended and is_recordable(tensor):
+                self._check_read([tensor])
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    def deepcopy(self) -> Callable[[Tensor, dict[int, Any]], Tensor]:
+        """Return a replacement of `Tensor.__deepcopy__`, which copies bytes of storages."""
+        method: Callable[[Tensor, dict[int, Any]], Tensor] = Tensor.__deepcopy__
+
+        def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+            if self._suspended or type(tensor) is not Tensor or not is_recordable(tensor):
+                return method(tensor, memo)
+            source = self._whole(self.ref(tensor), tensor)
+            self._suspended = True
+            try:
+                result = method(tensor, memo)
+            finally:
+                self._suspended = False
+            if self._number(result) is None:
+                number = self._add_storage(result)
+                target = replace(source, storage=number)
+                if source.storage in self._random:
+                    self._random.add(number)
+                read, created = frozenset({source.storage}), frozenset({number})
+                self.tape.append(
+                    Call(_aten.clone.default, (source,), {}, (target,), created, frozenset(), read)
+                )
+            return result
+
+        return copied
+
+    def _whole(self, ref: TensorRef, tensor: Tensor) -> TensorRef:
+        """Return the reference to all elements of a tensor's storage: (elements,)."""
+        elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return replace(ref, shape=(elements,), strides=(1,), offset=0)
+
     def ref(self, tensor: Tensor) -> TensorRef:
         """Return the tape's reference to a tensor.
 
@@ -152,7 +208,12 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if number is None:
             number = self._add_storage(tensor)
             storage = tensor.untyped_storage()
-            if has_values(tensor) and storage.nbytes() <= LIMIT:
+            self._constant_bytes += storage.nbytes() if storage.nbytes() <= LARGEST_CONSTANT else 0
+            if (
+                has_values(tensor)
+                and storage.nbytes() <= LARGEST_CONSTANT
+                and self._constant_bytes <= MOST_CONSTANTS
+            ):
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 self._suspended = True
                 try:
@@ -214,9 +275,9 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return trial if new_bytes > self._limit else func(*args, **kwargs)
 
     def _leave(self, results: Any) -> Any:
-        """Note that a call was not recorded, because its tensors are sparse."""
+        """Note that a call was not recorded, because its tensors have no dense memory."""
         for result in _tensors_in(results):
-            if result.layout is torch.strided:
+            if is_recordable(result):
                 number = self._number(result)
                 number = self._add_storage(result) if number is None else number
                 self.tape.outside[number] = result.nbytes
@@ -231,7 +292,7 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         written: frozenset[int],
         state: Tensor | None,
     ) -> None:
-        if any(result.layout is not torch.strided for result in _tensors_in(results)):
+        if not all(map(is_recordable, _tensors_in(results))):
             self._leave(results)
             return
         created = frozenset(
@@ -248,14 +309,13 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             Call(
                 func,
                 refs[0],
-                _portable(func, refs[1], results),
+                _portable(func, refs[0], refs[1], results),
                 tuple(self.ref(result) for result in _tensors_in(results)),
                 created,
                 written,
                 read,
                 random,
                 state,
-                str(place_here() or "") if random else "",
             )
         )
 
@@ -279,8 +339,10 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 expected=f"values of tensors of at most {LIMIT // 2**20} MiB that are not random",
                 hint="Compute it in Python, or from a smaller tensor.",
             )
-        if storages & self._random and self.tape.random_read is None:
-            self.tape.random_read = str(place_here() or "Job.model")
+        for storage in storages & self._random:
+            self.tape.read_draws |= self.tape.draws_for(storage)
+            if self.tape.random_read is None:
+                self.tape.random_read = len(self.tape.calls), str(place_here() or "Job.model")
 
     def _state(self, func: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return the generator's state before a draw, if tensors have values."""
@@ -292,37 +354,29 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return torch.get_rng_state() if generator is None else generator.get_state()
 
 
+def is_recordable(tensor: Tensor) -> bool:
+    """Return True unless a tensor has no dense memory: it is sparse, or not initialized yet."""
+    return tensor.layout is torch.strided and not is_lazy(tensor)
+
+
 def _is_recorded(func: object) -> bool:
     return is_overload(func) and func.namespace not in _IGNORED
-
-
-_torchs_deepcopy: Callable[[Tensor, dict[int, Any]], Tensor] = Tensor.__deepcopy__
-
-
-def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Copy a tensor by an operator, where torch copies the bytes of its storage."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_leaf
-    known = id(tensor) in memo
-    if known or not plain or tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return _torchs_deepcopy(tensor, memo)
-    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    copied.__dict__ = copy.deepcopy(tensor.__dict__, memo)
-    memo[id(tensor)] = copied
-    return copied
 
 
 def _weak(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
 
 
-def _portable(func: Any, kwargs: Mapping[str, Any], results: Any) -> dict[str, Any]:
+def _portable(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
+) -> dict[str, Any]:
     """Return keyword arguments without a device, and with the dtype that is the default one now."""
     portable = {
         name: torch.device("cpu") if isinstance(value, torch.device) else value
         for name, value in kwargs.items()
     }
-    takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
-    if takes_dtype and isinstance(results, Tensor) and portable.get("dtype") is None:
+    names = [argument.name for argument in func._schema.arguments[len(args) :]]
+    if "dtype" in names and isinstance(results, Tensor) and portable.get("dtype") is None:
         portable["dtype"] = results.dtype
     return portable
 

@@ -45,7 +45,6 @@ class Call:
         read: storages of its tensor arguments.
         random: True if it draws random numbers.
         state: state of the generator before a draw that was executed: uint8 (5056,).
-        place: the user's expression of a call that cannot be repeated.
     """
 
     operator: Any
@@ -57,7 +56,6 @@ class Call:
     read: frozenset[int]
     random: bool = False
     state: Tensor | None = None
-    place: str = ""
 
 
 @dataclass(slots=True)
@@ -69,15 +67,22 @@ class Tape:
         constants: storage -> its values when it was read first, of shape (elements,), for storages
             whose creation was not recorded.
         outside: storage -> its size in bytes, for those that are too large for a constant.
-        random_read: the user's expression that read a random value first, so that the calls which
-            follow may depend on it; None if there is none.
+        random_read: the number of calls before a random value was read first, on which those that
+            follow may depend, and the user's expression that read it; None if there is none.
+        read_draws: numbers of the draws on which values that were read depend. Code may have drawn
+            again, until a value was as it should be.
     """
 
     calls: list[Call] = field(default_factory=list)
     constants: dict[int, Tensor] = field(default_factory=dict)
     outside: dict[int, int] = field(default_factory=dict)
-    random_read: str | None = None
+    random_read: tuple[int, str] | None = None
+    read_draws: set[int] = field(default_factory=set)
     _touching: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def draws_for(self, storage: int) -> set[int]:
+        """Return the numbers of the draws on which a storage's values depend."""
+        return {number for number in self.calls_for(storage) if self.calls[number].random}
 
     def append(self, call: Call) -> None:
         """Add a call."""

@@ -7,16 +7,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainload.capture.initialization.construction_draws import Draw, Unsupported, draw_of
 from trainload.capture.initialization.construction_tape import Call, Tape, TensorRef
-from trainload.capture.initialization.fake_tensors import fake_mode
+from trainload.capture.initialization.fake_tensors import VALUES_NEEDED, fake_mode
+from trainload.capture.job.tensor_classes import has_values
+from trainload.core.errors import raised
 
 _aten = torch.ops.aten
+
+LARGEST_CONSTANT = 2**20
+"""Bytes of a constant."""
+_REFUSALS = (
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AssertionError,
+    *VALUES_NEEDED,
+)
+"""Exceptions of torch's operators and tracer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,47 +88,80 @@ class Initialization:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
-def initial_graphs(tape: Tape, tensors: Mapping[str, TensorRef]) -> Initialization:
+def initial_graphs(
+    tape: Tape, tensors: Mapping[str, TensorRef], values: Mapping[str, Tensor]
+) -> Initialization:
     """Return the graphs of tensors.
+
+    A small tensor that cannot be computed again, and does not depend on draws, is a constant.
 
     Args:
         tape: the calls that constructed them.
         tensors: parameter or buffer -> its place on the tape.
+        values: parameter or buffer -> the tensor.
     """
     graphs: list[InitialGraph] = []
-    values: dict[str, InitialValue] = {}
+    found: dict[str, InitialValue] = {}
     missing: dict[str, str] = {}
     known: dict[Any, tuple[int, _Inputs] | str] = {}
+    fixed: dict[str, Tensor] = {}
     constants: dict[int, int] = {}
     for name, ref in tensors.items():
         part = _Part(tape, ref)
+        if isinstance(values[name], nn.Parameter) and ref.storage in part.constants:
+            missing[name] = "it was constructed elsewhere, before or outside of the function"
+            continue
+        if tape.random_read is not None and (
+            part.last >= tape.random_read[0] or not tape.read_draws.isdisjoint(part.draws)
+        ):
+            place = tape.random_read[1]
+            missing[name] = f"the construction depends on a random value, which it reads at {place}"
+            continue
         signature = part.signature()
         if signature not in known:
             try:
                 graph, used = _trace(part)
             except Unsupported as reason:
                 known[signature] = str(reason)
+            except _REFUSALS as error:  # an operator may refuse anything
+                known[signature] = f"its construction cannot be repeated: {raised(error)[:200]}"
             else:
                 graphs.append(graph)
                 known[signature] = len(graphs) - 1, used
-        found = known[signature]
-        if isinstance(found, str):
-            missing[name] = found
+        traced = known[signature]
+        if isinstance(traced, str):
+            if part.draws or not has_values(values[name]) or values[name].nbytes > LARGEST_CONSTANT:
+                missing[name] = traced
+            else:
+                fixed[name] = values[name].detach().reshape(-1).clone()
             continue
-        number, used = found
+        number, used = traced
         storages = [part.constants[local] for local in used.constants]
         draws = tuple(part.draws[local] for local in used.draws)
-        values[name] = InitialValue(
+        found[name] = InitialValue(
             graph=number,
             draws=draws,
             constants=tuple(constants.setdefault(each, len(constants)) for each in storages),
         )
-    return Initialization(
-        graphs=tuple(graphs),
-        values=values,
-        constants=tuple(tape.constants[storage] for storage in constants),
-        missing=missing,
-    )
+    all_constants = [tape.constants[storage] for storage in constants]
+    for name, value in fixed.items():
+        graphs.append(_constant_graph(value, tensors[name].shape))
+        found[name] = InitialValue(len(graphs) - 1, (), (len(all_constants),))
+        all_constants.append(value)
+    return Initialization(tuple(graphs), found, tuple(all_constants), missing)
+
+
+def _constant_graph(value: Tensor, shape: tuple[int, ...]) -> InitialGraph:
+    """Return the graph of a constant: (elements,) -> shape."""
+    module: GraphModule = make_fx(lambda flat: flat.view(shape), tracing_mode="fake")(value)
+    _return_tuple(module)
+    return InitialGraph(module, ())
+
+
+def _return_tuple(module: GraphModule) -> None:
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    output.args = ((output.args[0],),)
+    module.recompile()
 
 
 def output_of(module: GraphModule) -> Node:
@@ -138,12 +187,14 @@ class _Part:
         calls: the calls, in order.
         draws: numbers, among the tape's calls, of those that draw.
         constants: storages of the constants that they read.
+        last: number of the last call; -1 if there is none.
     """
 
     def __init__(self, tape: Tape, target: TensorRef) -> None:
         numbers = tape.calls_for(target.storage)
         self.tape = tape
         self.target = target
+        self.last = numbers[-1] if numbers else -1
         self.calls = [tape.calls[number] for number in numbers]
         self.draws = [number for number in numbers if tape.calls[number].random]
         created = {storage for call in self.calls for storage in call.created}
@@ -216,8 +267,7 @@ def _trace(part: _Part) -> tuple[InitialGraph, _Inputs]:
     module: GraphModule = make_fx(functionalize(function), tracing_mode="fake")(*inputs, *constants)
     module.graph.eliminate_dead_code(is_impure_node=_is_input)
     _simplify(module)
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    output.args = ((output.args[0],),)
+    _return_tuple(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     kept = [number for number, node in enumerate(placeholders) if node.users]
     for number, node in enumerate(placeholders):

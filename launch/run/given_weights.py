@@ -20,7 +20,7 @@ from trainload.packaging.initialization.initial_source import INIT, InitialSourc
 from trainload.packaging.package import Package, read_manifest
 from trainload.packaging.signatures.policy import Policy, check_policies, find_policies
 from trainload.packaging.stores.references import is_oci, is_reference
-from trainload.packaging.tensors.weight_shards import stored_tensors
+from trainload.packaging.tensors.weight_shards import WeightReader, stored_tensors
 from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
 from trainload.packaging.weight_sources.fitting import fitted
 from trainload.packaging.weight_sources.package_source import PackageSource
@@ -84,7 +84,8 @@ def given_weights(
     if kind == "release":
         source, _ = pinned(source)
     opened = _opened(kind, source, policies)
-    names = fitted(package.manifest, opened, partial=partial)
+    computed = _tables(package) if package.manifest.abstract is not None else ()
+    names = fitted(package.manifest, opened, partial=partial, computed=computed)
     files = opened.files(set(names.values()))
     return GivenWeights(kind=kind, source=source, files=files, names=names)
 
@@ -105,11 +106,28 @@ def with_given(
         return package
     weights = ReplacedWeights(
         package.manifest,
-        lambda: package.stored_weights,
+        lambda: _own_values(package),
         lambda: _source_of(package, given, policies),
         given.names,
     )
     return replace(package, given=weights)
+
+
+def _own_values(package: Package) -> WeightReader | InitialSource:
+    """Return the values of a package that its source of weights lacks."""
+    if package.manifest.abstract is None:
+        return package.stored_weights
+    initialization = read_initialization(package.path, package.manifest)
+    assert initialization is not None, "only tables that the package computes may be missing"
+    return InitialSource(initialization, 0)  # tables depend on no seed
+
+
+def _tables(package: Package) -> tuple[str, ...]:
+    """Return the tensors that a package computes without random numbers."""
+    initialization = read_initialization(package.path, package.manifest)
+    if initialization is None:
+        return ()
+    return tuple(name for name, value in initialization.values.items() if not value.draws)
 
 
 def _source_of(package: Package, given: GivenWeights, policies: Sequence[Policy]) -> WeightSource:

@@ -53,8 +53,12 @@ class StoredCopy:
         target = bytes_of(value)
         for start in range(0, len(target), _PART):
             part = target[start : start + _PART]
-            if os.preadv(self.file.fileno(), [part], self.place + start) != len(part):
-                raise OSError("the file of a copy is too short")
+            filled = 0
+            while filled < len(part):
+                count = os.preadv(self.file.fileno(), [part[filled:]], self.place + start + filled)
+                if not count:
+                    raise OSError("the file of a copy is too short")
+                filled += count
         return value
 
 

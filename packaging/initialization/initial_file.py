@@ -11,14 +11,14 @@ from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from trainload.autograd_trace.initialization.elements import WHOLE_LIMIT, whole_bytes
-from trainload.capture.initialization.construction_draws import Distribution, Draw
+from trainload.capture.initialization.construction_draws import PARAMETERS, Distribution, Draw
 from trainload.capture.initialization.initial_graphs import (
     InitialGraph,
     Initialization,
     InitialValue,
     output_of,
 )
-from trainload.capture.operators import is_overload
+from trainload.capture.operators import is_overload, is_seeded
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import PackageError, UnsafePackageError
 from trainload.core.paths import write_bytes
@@ -40,6 +40,7 @@ from trainload.packaging.tensors.safetensors_file import (
 from trainload.packaging.tensors.weight_shards import stored_tensors
 
 _MAX_INPUTS = 10_000
+DrawNumber = Annotated[int, Field(ge=0, lt=2**40)]
 
 
 class DrawEntry(Record):
@@ -62,7 +63,7 @@ class ValueEntry(Record):
     """
 
     graph: Size
-    draws: Annotated[tuple[Size, ...], Field(max_length=_MAX_INPUTS)]
+    draws: Annotated[tuple[DrawNumber, ...], Field(max_length=_MAX_INPUTS)]
     constants: Annotated[tuple[Size, ...], Field(max_length=_MAX_INPUTS)]
 
 
@@ -177,7 +178,8 @@ def _read_graph(entry: GraphEntry, where: str) -> InitialGraph:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) < len(entry.draws) or not _is_pure(module):
         raise UnsafePackageError(
-            "a graph of first values has unknown inputs, or changes tensors", where=where
+            "a graph of first values has unknown inputs, changes tensors or draws numbers",
+            where=where,
         )
     _check_shapes(module, where)
     if whole_bytes(module) > WHOLE_LIMIT:
@@ -196,12 +198,19 @@ def _read_graph(entry: GraphEntry, where: str) -> InitialGraph:
         )
         for draw, node in zip(entry.draws, placeholders, strict=False)
     )
+    for draw in draws:
+        if len(draw.parameters) != PARAMETERS[draw.distribution] or draw.dtype.is_complex:
+            raise PackageError(
+                f"a draw ({draw.distribution}) has other parameters, or is complex", where=where
+            )
     return InitialGraph(module, draws)
 
 
 def _is_pure(module: GraphModule) -> bool:
+    """Return True if a graph neither changes tensors nor draws numbers."""
     return not any(
-        is_overload(node.target) and node.target._schema.is_mutable for node in module.graph.nodes
+        is_overload(node.target) and (node.target._schema.is_mutable or is_seeded(node.target))
+        for node in module.graph.nodes
     )
 
 

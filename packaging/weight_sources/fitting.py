@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,19 +34,26 @@ class _Problem:
     details: str
 
 
-def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -> dict[str, str]:
+def fitted(
+    manifest: Manifest,
+    source: WeightSource,
+    *,
+    partial: bool = False,
+    computed: Collection[str] = (),
+) -> dict[str, str]:
     """Return parameter or buffer -> its name in a source.
 
     Aliases of a tied parameter may be in the source instead of it. If the package's names have a
     prefix there, such as "model.", only tensors with the prefix count. A dtype may differ if the
     conversion is exact, such as bfloat16 to float32. A non-persistent buffer that the source lacks
-    keeps the package's value.
+    keeps the package's value, stored or computed.
 
     Args:
         manifest: manifest of the package.
         source: tensors for it.
         partial: True if other tensors may be missing too, and the source may have more tensors.
             Those that are missing keep the package's values.
+        computed: non-persistent buffers that the package computes, for one without values.
 
     Raises:
         WeightsError: tensors are missing, unexpected or different; with a table of them.
@@ -61,7 +68,8 @@ def fitted(manifest: Manifest, source: WeightSource, *, partial: bool = False) -
     for spec in (*state, *others):
         given = [prefix + name for name in names[spec.name] if prefix + name in source.tensors]
         misfits = [problem for name in given for problem in _misfits(spec, source.tensors[name])]
-        if has_values and spec.name in optional and (misfits or not given):
+        kept = spec.name in optional and (has_values or spec.name in computed)
+        if kept and (misfits or not given):
             continue
         if not given:
             if not (has_values and partial):

@@ -6,16 +6,26 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trainload.core.errors import WeightsError, printable
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, bytes_of
-from trainload.packaging.tensors.weight_shards import WeightReader, stored_tensors
+from trainload.packaging.tensors.weight_shards import stored_tensors
 from trainload.packaging.weight_sources.fitting import is_exact
 from trainload.packaging.weight_sources.weight_source import WeightSource
+
+
+class OwnValues(Protocol):
+    """Values of the package itself: a `WeightReader`, or what it computes."""
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightReader.slice`."""
+
+    def check_headers(self) -> None:
+        """See `WeightReader.check_headers`."""
 
 
 class ReplacedWeights:
@@ -31,7 +41,7 @@ class ReplacedWeights:
     def __init__(
         self,
         manifest: Manifest,
-        own: Callable[[], WeightReader],
+        own: Callable[[], OwnValues],
         source: Callable[[], WeightSource],
         names: Mapping[str, str],
     ) -> None:
@@ -45,7 +55,7 @@ class ReplacedWeights:
         self._bytes = 0
 
     @cached_property
-    def _own(self) -> WeightReader:
+    def _own(self) -> OwnValues:
         return self._open_own()
 
     @property

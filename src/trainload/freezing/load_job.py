@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from trainload.freezing.recorded_job import RecordedJob
 
 
-_NO_VALUES = (
-    "While a model is constructed without weights, random tensors and those of more than 1 MiB have"
-    " no values that code could read."
-)
-
-
 def load_job(spec: str) -> Job:
     """Load the job that `spec` names, with values; see `load_recorded_job`."""
     return load_recorded_job(spec, values=True).job
@@ -71,7 +65,6 @@ def load_recorded_job(spec: str, *, values: bool) -> RecordedJob:
             raise JobError(
                 f"{name}() failed: {describe(error)}",
                 where=user_line(error, module),
-                hint="" if values else _NO_VALUES,
             ) from error
         value = recorded.job
         where = f"{location}:{name}()"
