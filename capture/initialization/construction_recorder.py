@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -50,7 +50,6 @@ MOST_CONSTANTS = 64 * LARGEST_CONSTANT
 """Bytes of all constants."""
 _IGNORED = ("prim",)
 """Namespaces of operators that compute no values."""
-R = TypeVar("R")
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -28,11 +28,24 @@ _PART = 64 * 2**20
 """Bytes that are read or written at once."""
 
 
+class OpenFile:
+    """A file without a name, which is closed with the last reference to it.
+
+    Raises:
+        OSError: the folder (None: that for temporary files) is not writable.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredCopy:
     """Elements [start, stop) of a flattened copy in a file, or, with `shape`, all of them."""
 
-    file: IO[bytes]
+    file: OpenFile
     place: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,7 +68,9 @@ class StoredCopy:
             part = target[start : start + _PART]
             filled = 0
             while filled < len(part):
-                count = os.preadv(self.file.fileno(), [part[filled:]], self.place + start + filled)
+                count = os.preadv(
+                    self.file.descriptor, [part[filled:]], self.place + start + filled
+                )
                 if not count:
                     raise OSError("the file of a copy is too short")
                 filled += count
@@ -79,7 +94,7 @@ class HostCopies:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [*folders, None]
-        self._file: IO[bytes] | None = None
+        self._file: OpenFile | None = None
 
     def copy(self, value: Tensor) -> Copy:
         """Return a copy of a value of any device, in host memory or in a file."""
@@ -94,19 +109,19 @@ class HostCopies:
     def _store(self, value: Tensor) -> StoredCopy:
         if self._file is None:
             self._file = self._open()
-        place = os.fstat(self._file.fileno()).st_size
+        place = os.fstat(self._file.descriptor).st_size
         source = bytes_of(value)
         for start in range(0, len(source), _PART):
             part = source[start : start + _PART]
             written = 0
             while written < len(part):
-                written += os.pwrite(self._file.fileno(), part[written:], place + start + written)
+                written += os.pwrite(self._file.descriptor, part[written:], place + start + written)
         return StoredCopy(self._file, place, value.dtype, tuple(value.shape))
 
-    def _open(self) -> IO[bytes]:
+    def _open(self) -> OpenFile:
         for folder in self._folders:
             try:
-                return tempfile.TemporaryFile(dir=folder)
+                return OpenFile(folder)
             except OSError as error:
                 refused = error
         raise refused

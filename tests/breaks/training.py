@@ -459,4 +459,48 @@ TRAINING: tuple[Mutation, ...] = (
         "../sharding/rewriting/test_bucket_weights.py"
         "::test_a_bucket_that_is_needed_in_both_dtypes_is_gathered_once_and_then_converted",
     ),
+    Mutation(
+        3,
+        "a block of first values begins where a part is read",
+        "autograd_trace/initialization/elements.py",
+        "            index = torch.arange(number * BLOCK, stop)\n",
+        "            index = torch.arange(stop - BLOCK, stop)\n",
+        "../autograd_trace/initialization/test_elements.py"
+        "::test_the_values_are_those_of_the_function[same]",
+    ),
+    Mutation(
+        3,
+        "random numbers that code drew until they suited it are drawn once",
+        "capture/initialization/initial_graphs.py",
+        " or not tape.read_draws.isdisjoint(part.draws)",
+        "",
+        "../capture/initialization/test_recorded_construction.py"
+        "::test_values_that_depend_on_a_random_value_in_python_are_missing",
+    ),
+    Mutation(
+        3,
+        "a copy of a tensor has a draw of its own",
+        "capture/initialization/initial_graphs.py",
+        "        draws = tuple(part.draws[local] for local in used.draws)\n",
+        "        draws = tuple(part.draws[local] + len(found) for local in used.draws)\n",
+        "../capture/initialization/test_recorded_construction.py"
+        "::test_copies_have_the_draws_of_their_originals",
+    ),
+    Mutation(
+        3,
+        "the training's seed alone chooses first values",
+        "autograd_trace/initialization/drawn_values.py",
+        "    key = RandomKey.of(torch.tensor(seed, dtype=torch.int64), zero + _STEP, zero, 1)\n",
+        "    key = RandomKey.of(torch.tensor(0, dtype=torch.int64), zero + _STEP, zero, 1)\n",
+        "../launch/run/test_initialised_runs.py::test_another_seed_gives_other_values",
+    ),
+    Mutation(
+        4,
+        "a large state changes while it is written",
+        "launch/checkpoints/writer.py",
+        "        if not copied:\n            self._wait_for_state()\n",
+        "",
+        "../launch/checkpoints/test_large_state.py"
+        "::test_a_state_that_is_not_copied_may_change_when_save_returns",
+    ),
 )
