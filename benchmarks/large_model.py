@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", type=Path, default=RESULTS / "large_model.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "large_model.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as name:
         scratch = Path(name)
@@ -174,7 +174,7 @@ def main() -> None:
         "own": max(own["peaks"]),
         "runs": runs,
     }
-    save(result, arguments.json)
+    save(result, arguments.out)
     gib = 2**30
     lines = [
         [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trainload
+from trainload.core.canonical_json import sha256_bytes
 from trainload.launching.run.journal import losses, read_events
 from trainload.packaging.package import Package
+from trainload.packaging.tensors.safetensors_file import bytes_of
 
 HERE = Path(__file__).parent
 LIBRARIES = {"golden_ops": str(HERE / "golden_library.py")}
@@ -34,7 +37,8 @@ TOLERANCES = {"plain": BF16}
 class Golden:
     """A golden: a folder with package.tl, its data and losses.json.
 
-    An abstract package has no losses.json.
+    An abstract package has no losses.json. One whose construction was recorded has initial.json:
+    the digests of its first values.
     """
 
     folder: Path
@@ -67,6 +71,16 @@ class Golden:
 
     def __str__(self) -> str:
         return f"v{self.version}-{self.name}"
+
+
+def initial_digests(package: Package) -> dict[str, str]:
+    """Return tensor -> sha256 of its first value, with the seed 5."""
+    with tempfile.TemporaryDirectory() as folder:
+        filled = trainload.fill(package, "init", Path(folder) / "filled.tl", seed=5)
+        return {
+            name: sha256_bytes(bytes(bytes_of(filled.weights.tensor(name).contiguous())))
+            for name in filled.weights.names()
+        }
 
 
 def goldens() -> Iterator[Golden]:

@@ -27,6 +27,7 @@ class Case:
         parts: columns of each part of the data; one part: an npz file, several: a mixture of them.
         reduced: for an abstract package, returns the job that is compared in its place. Then there
             is no data.
+        recorded: True if the construction of the jobs is recorded.
         freeze: further options of the freeze.
         trained: settings of the two steps that train the frozen package before it is stored.
     """
@@ -34,6 +35,7 @@ class Case:
     make: Callable[[], trainload.Job]
     parts: tuple[Callable[[], dict[str, Tensor]], ...] = ()
     reduced: Callable[[], trainload.Job] | None = None
+    recorded: bool = False
     freeze: dict[str, Any] = field(default_factory=dict)
     trained: trainload.Overrides | None = None
 
@@ -279,6 +281,37 @@ def few_shapes() -> trainload.Job:
     return _shaped(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), 8)
 
 
+class Initialised(nn.Module):
+    """(rows, width) -> (rows, 1).
+
+    Its first values are computed by operators that round alike on every processor.
+    """
+
+    table: Tensor
+    given: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, 1)
+        nn.init.normal_(self.first.weight, std=0.02)
+        nn.init.trunc_normal_(self.second.weight, std=0.5, a=-1.0, b=1.0)
+        self.first.weight.data[0] = 0.5
+        self.register_buffer("table", 1.0 / (1.0 + torch.arange(width)), persistent=False)
+        self.register_buffer("given", torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x * self.table).tanh()) * self.given
+        return found
+
+
+def initialised() -> trainload.Job:
+    return _shaped(Initialised(64), 64)
+
+
+def few_initialised() -> trainload.Job:
+    return _shaped(Initialised(8), 8)
+
+
 def _shaped(model: nn.Module, width: int) -> trainload.Job:
     def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         found: Tensor = module(batch["x"])
@@ -306,4 +339,5 @@ CASES = {
         ),
     ),
     "shapes": Case(shapes, reduced=few_shapes),
+    "initialised": Case(initialised, reduced=few_initialised, recorded=True),
 }

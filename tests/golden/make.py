@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.golden.goldens import HERE, Golden, train
+from tests.golden.goldens import HERE, Golden, initial_digests, train
 from tests.golden.jobs import CASES, Case
 
 import trainload
@@ -30,9 +30,12 @@ APART = 0.01
 def make(name: str, case: Case, folder: Path) -> None:
     """Write the golden of a case to a new folder."""
     folder.mkdir(parents=True)
-    reduced = case.reduced() if case.reduced is not None else None
+    job, reduced = (
+        each if each is None or case.recorded else each() for each in (case.make, case.reduced)
+    )
+    assert job is not None
     package = trainload.freeze(
-        case.make(),
+        job,
         folder / "package.tl",
         abstract=reduced is not None,
         reduced=reduced,
@@ -41,6 +44,8 @@ def make(name: str, case: Case, folder: Path) -> None:
     # They contain paths of this machine, and are not part of the package's identity.
     for outside in ("debug", "derived"):
         shutil.rmtree(package.path / outside)
+    if case.recorded:
+        (folder / "initial.json").write_text(json.dumps(initial_digests(package), indent=1) + "\n")
     if not case.parts:
         return
     files = (

@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.golden.goldens import FP32, TOLERANCES, Golden, goldens, train
+from tests.golden.goldens import (
+    FP32,
+    TOLERANCES,
+    Golden,
+    goldens,
+    initial_digests,
+    train,
+)
 from torch._export.serde.schema import GraphModule
 from torch._export.serde.serialize import _dict_to_dataclass
 
@@ -48,6 +55,14 @@ def test_one_without_weights_is_planned(golden: Golden) -> None:
     assert plan.estimate.parameter_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "golden", [golden for golden in GOLDENS if (golden.folder / "initial.json").exists()], ids=str
+)
+def test_its_first_values_are_what_they_were(golden: Golden) -> None:
+    expected = json.loads((golden.folder / "initial.json").read_text())
+    assert initial_digests(trainload.open(golden.package)) == expected
+
+
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_it_names_no_file_of_the_machine_that_made_it(golden: Golden) -> None:
     held = [path.read_bytes() for path in golden.package.rglob("*.json")]
@@ -77,5 +92,5 @@ def test_every_version_has_goldens_with_all_of_its_features() -> None:
     assert {version: left for version, left in lacking.items() if left} == {}
 
 
-LATER = {1: {"extensions", "training"}}
+LATER = {1: {"extensions", "initialization", "training"}}
 """Version -> features that were added later."""

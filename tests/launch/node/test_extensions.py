@@ -112,6 +112,7 @@ def test_the_package_says_what_registers_its_operators(source: Path) -> None:
     assert json.loads((source / "package.tl" / "manifest.json").read_bytes())["features"] == [
         "custom-ops",
         "extensions",
+        "initialization",
     ]
 
 

@@ -83,7 +83,7 @@ def manifest(folder: Path) -> Any:
 
 
 def test_the_manifest_names_the_library(folder: Path) -> None:
-    assert manifest(folder)["features"] == ["custom-ops"]
+    assert manifest(folder)["features"] == ["custom-ops", "initialization"]
     assert list(manifest(folder)["op_libraries"]) == ["launch_library"]
 
 
