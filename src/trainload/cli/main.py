@@ -149,8 +149,8 @@ def freeze(
         raise click.UsageError("--reduced requires --abstract.")
     if abstract and (bundle_ops or wheels):
         raise click.UsageError(
-            "--abstract cannot be combined with --bundle-ops or --wheel: an abstract package is not"
-            " run."
+            "--abstract cannot be combined with --bundle-ops or --wheel: name operator libraries at"
+            " the launch."
         )
     libraries = named_libraries()
     # The job's own code may go to another folder, so paths are made absolute before it runs.

@@ -144,9 +144,9 @@ def _freeze(
     if abstract or reduced is not None:
         if bundle_ops:
             raise JobError(
-                "an abstract package is never run, so it cannot bundle operators",
+                "an abstract package cannot bundle operators",
                 where="freeze",
-                hint="Omit bundle_ops.",
+                hint="Omit bundle_ops, and name the libraries at the launch.",
             )
         if not abstract or apply_suggested_fixes:
             raise JobError(
