@@ -53,10 +53,8 @@ def moves(node: Node) -> list[tuple[Node, bool]]:
     other places of them than of its result.
     """
     shape = node.meta["val"].shape
-    if node.op == "placeholder" or node.target in EMPTY or node.target in FACTORIES:
-        return []
     rule = RULES.get(node.target)
-    if rule is _constant_like:
+    if node.op == "placeholder" or rule in (_never_written, _constant, _constant_like):
         return []
     if rule is _same:
         return [(_node(node.args[0]), False)]
@@ -81,6 +79,22 @@ def broadcast_index(index: Tensor, shape: Sequence[int], own: Sequence[int]) -> 
 def _same(run: Run, node: Node, index: Tensor) -> Tensor:
     """Return elements of an operator that keeps their order."""
     return run.at(_node(node.args[0]), index).to(node.meta["val"].dtype)
+
+
+def never_written(dtype: torch.dtype) -> Tensor:
+    """Return the value of elements that nothing was written to: NaN, or 0 where there is none."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def _never_written(_: Run, node: Node, index: Tensor) -> Tensor:
+    return never_written(node.meta["val"].dtype).expand(index.shape)
+
+
+def _constant(_: Run, node: Node, index: Tensor) -> Tensor:
+    """Return elements of a tensor of equal elements, whose shape is the first argument."""
+    operator: Any = node.target
+    single: Tensor = operator([1], *node.args[1:], **node.kwargs)
+    return single.expand(index.shape)
 
 
 def _constant_like(_: Run, node: Node, index: Tensor) -> Tensor:
@@ -200,8 +214,6 @@ def _node(argument: Any) -> Node:
 
 EMPTY = frozenset({_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default})
 """Operators whose result is not written yet."""
-FACTORIES = frozenset({_aten.full.default, _aten.zeros.default, _aten.ones.default})
-"""Operators whose result has equal elements, and whose first argument is its shape."""
 RULES: Mapping[Any, Callable[[Run, Node, Tensor], Tensor]] = {
     **dict.fromkeys(
         (
@@ -220,6 +232,8 @@ RULES: Mapping[Any, Callable[[Run, Node, Tensor], Tensor]] = {
         ),
         _same,
     ),
+    **dict.fromkeys(EMPTY, _never_written),
+    **dict.fromkeys((_aten.full.default, _aten.zeros.default, _aten.ones.default), _constant),
     **dict.fromkeys(
         (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default), _constant_like
     ),

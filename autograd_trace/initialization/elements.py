@@ -13,11 +13,11 @@ from torch.fx.node import map_aggregate
 
 from trainload.autograd_trace.initialization.element_rules import (
     EMPTY,
-    FACTORIES,
     RULES,
     broadcast_index,
     is_pointwise,
     moves,
+    never_written,
 )
 from trainload.capture.initialization.initial_graphs import output_of
 
@@ -49,8 +49,7 @@ class Elements:
     """
 
     def __init__(self, module: GraphModule, inputs: Sequence[Read]) -> None:
-        nodes = list(module.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._inputs: dict[Node, Read] = dict(zip(placeholders, inputs, strict=True))
         self._output = output_of(module)
         self._whole: dict[Node, Any] = {}
@@ -108,7 +107,7 @@ class Elements:
             return flat.reshape(value.shape)
         if node.target in EMPTY:
             value = node.meta["val"]
-            return _never_written(value.dtype).expand(value.shape)
+            return never_written(value.dtype).expand(value.shape)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         operator: Any = node.target
         # The graph was traced over tensors with other strides, which its views fit.
@@ -130,11 +129,7 @@ def is_elementwise(module: GraphModule) -> bool:
         return False
     return (
         all(
-            node.op == "placeholder"
-            or node.target in RULES
-            or node.target in EMPTY
-            or node.target in FACTORIES
-            or is_pointwise(node)
+            node.op == "placeholder" or node.target in RULES or is_pointwise(node)
             for node in needed
         )
         and len(needed) <= _MOST_NODES
@@ -214,10 +209,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _never_written(dtype: torch.dtype) -> Tensor:
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-
-
 class _Evaluation:
     """Values of nodes at some elements, for one block."""
 
@@ -236,12 +227,6 @@ class _Evaluation:
     def _compute(self, node: Node, index: Tensor) -> Tensor:
         if node.op == "placeholder":
             return self._elements.read_input(node, index)
-        if node.target in EMPTY:
-            return _never_written(node.meta["val"].dtype).expand(index.shape)
-        if node.target in FACTORIES:
-            operator: Any = node.target
-            single: Tensor = operator([1], *node.args[1:], **node.kwargs)
-            return single.expand(index.shape)
         rule = RULES.get(node.target)
         if rule is not None:
             return rule(self, node, index)

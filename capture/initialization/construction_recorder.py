@@ -15,14 +15,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainload.capture.initialization.construction_tape import (
+    LARGEST_CONSTANT,
     Call,
     Tape,
     TensorRef,
+    instances,
     truncated_normal,
 )
 from trainload.capture.initialization.fake_tensors import (
@@ -30,7 +33,6 @@ from trainload.capture.initialization.fake_tensors import (
     fake_mode,
     without_references,
 )
-from trainload.capture.initialization.initial_graphs import LARGEST_CONSTANT
 from trainload.capture.job.tensor_classes import has_values, is_fake
 from trainload.capture.operators import is_overload
 from trainload.capture.source.source_place import place_here
@@ -106,19 +108,27 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         # the storage that `set_` takes belongs to no recorded tensor
         if self._suspended or not _is_recorded(func) or func.overloadpacket is _aten.set_:
             return func(*args, **kwargs)
-        tensors = list(_tensors_in([args, kwargs]))
+        tensors = list(instances([args, kwargs], Tensor))
         if func in _READS:
             self._check_read(tensors)
             return func(*args, **kwargs)
         if not all(map(is_recordable, tensors)):
             return self._leave(func(*args, **kwargs))
-        refs = self._refs(args), self._refs(kwargs)
-        read = frozenset(ref.storage for ref in map(self.ref, tensors))
+        refs = map_aggregate((args, kwargs), self._ref_of)
+        read = frozenset(ref.storage for ref in instances(refs, TensorRef))
         state = self._state(func, kwargs)
         written = self._written(func, args, kwargs)
         results = self._execute(func, args, kwargs, tensors)
         self._append(func, refs, results, read, written, state)
         return results
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
 
     def draw_truncated(
         self,
@@ -134,11 +144,8 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         state = None
         if has_values(tensor):
             state = self._state_of(generator)
-            self._suspended = True
-            try:
+            with self._unrecorded():
                 self._draw_truncated(tensor, mean, std, a, b, generator=generator)
-            finally:
-                self._suspended = False
         self._random.add(ref.storage)
         self.tape.append(
             Call(
@@ -172,14 +179,14 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         method: Callable[[Tensor, dict[int, Any]], Tensor] = Tensor.__deepcopy__
 
         def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+            # A fake tensor's attributes are copied. A copy of its mode would free the mode's weak
+            # references to storages a second time.
+            memo[id(self._fake)] = self._fake
             if self._suspended or type(tensor) is not Tensor or not is_recordable(tensor):
                 return method(tensor, memo)
             source = self._whole(self.ref(tensor), tensor)
-            self._suspended = True
-            try:
+            with self._unrecorded():
                 result = method(tensor, memo)
-            finally:
-                self._suspended = False
             if self._number(result) is None:
                 number = self._add_storage(result)
                 target = replace(source, storage=number)
@@ -206,22 +213,15 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         number = self._number(tensor)
         if number is None:
             number = self._add_storage(tensor)
-            storage = tensor.untyped_storage()
-            self._constant_bytes += storage.nbytes() if storage.nbytes() <= LARGEST_CONSTANT else 0
-            if (
-                has_values(tensor)
-                and storage.nbytes() <= LARGEST_CONSTANT
-                and self._constant_bytes <= MOST_CONSTANTS
-            ):
+            size = tensor.untyped_storage().nbytes()
+            fits = size <= LARGEST_CONSTANT and self._constant_bytes + size <= MOST_CONSTANTS
+            if has_values(tensor) and fits:
+                self._constant_bytes += size
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                self._suspended = True
-                try:
-                    values = whole.set_(storage).clone()
-                finally:
-                    self._suspended = False
-                self.tape.constants[number] = values
+                with self._unrecorded():
+                    self.tape.constants[number] = whole.set_(tensor.untyped_storage()).clone()
             else:
-                self.tape.outside[number] = storage.nbytes()
+                self.tape.outside[number] = size
         return TensorRef(
             number,
             tensor.dtype,
@@ -240,14 +240,8 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._numbers[reference.cdata] = number
         return number
 
-    def _refs(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.ref(value)
-        if isinstance(value, list | tuple):
-            return type(value)(self._refs(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._refs(item) for key, item in value.items()}
-        return value
+    def _ref_of(self, argument: Any) -> Any:
+        return self.ref(argument) if isinstance(argument, Tensor) else argument
 
     def _execute(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]
@@ -270,12 +264,12 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 trial = func(*args, **kwargs)
         except VALUES_NEEDED:
             return func(*args, **kwargs)
-        new_bytes = sum(result.nbytes for result in _tensors_in(trial))
+        new_bytes = sum(result.nbytes for result in instances(trial, Tensor))
         return trial if new_bytes > self._limit else func(*args, **kwargs)
 
     def _leave(self, results: Any) -> Any:
         """Note that a call was not recorded, because its tensors have no dense memory."""
-        for result in _tensors_in(results):
+        for result in instances(results, Tensor):
             if is_recordable(result):
                 number = self._number(result)
                 number = self._add_storage(result) if number is None else number
@@ -291,25 +285,25 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         written: frozenset[int],
         state: Tensor | None,
     ) -> None:
-        if not all(map(is_recordable, _tensors_in(results))):
+        if not all(map(is_recordable, instances(results, Tensor))):
             self._leave(results)
             return
         created = frozenset(
             self._add_storage(result)
-            for result in _tensors_in(results)
+            for result in instances(results, Tensor)
             if self._number(result) is None
         )
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random or read & self._random:
             self._random |= created | written
-        if read & self._unknown or not all(map(has_values, _tensors_in(results))):
+        if read & self._unknown or not all(map(has_values, instances(results, Tensor))):
             self._unknown |= created | written
         self.tape.append(
             Call(
                 func,
                 refs[0],
                 _portable(func, refs[0], refs[1], results),
-                tuple(self.ref(result) for result in _tensors_in(results)),
+                tuple(self.ref(result) for result in instances(results, Tensor)),
                 created,
                 written,
                 read,
@@ -324,7 +318,7 @@ class InitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            written |= {self.ref(tensor).storage for tensor in _tensors_in(value)}
+            written |= {self.ref(tensor).storage for tensor in instances(value, Tensor)}
         return frozenset(written)
 
     def _check_read(self, tensors: list[Tensor]) -> None:
@@ -378,13 +372,3 @@ def _portable(
     if "dtype" in names and isinstance(results, Tensor) and portable.get("dtype") is None:
         portable["dtype"] = results.dtype
     return portable
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))

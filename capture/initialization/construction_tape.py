@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+LARGEST_CONSTANT = 2**20
+"""Bytes of a constant."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +28,6 @@ class TensorRef:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the tensor's elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +109,15 @@ class Tape:
         return sorted(needed)
 
 
-def refs_in(value: Any) -> Iterator[TensorRef]:
-    """Yield the tensors in a call's arguments."""
-    if isinstance(value, TensorRef):
+def instances(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yield the objects of a class in nested arguments or results."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from refs_in(item)
+            yield from instances(item, kind)
     elif isinstance(value, Mapping):
-        yield from refs_in(list(value.values()))
+        yield from instances(list(value.values()), kind)
 
 
 def truncated_normal(tensor: Tensor, mean: float, std: float, low: float, high: float) -> Tensor:

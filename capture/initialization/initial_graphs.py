@@ -11,20 +11,23 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
 
 from trainload.capture.initialization.construction_draws import Draw, Unsupported, draw_of
-from trainload.capture.initialization.construction_tape import Call, Tape, TensorRef
+from trainload.capture.initialization.construction_tape import (
+    LARGEST_CONSTANT,
+    Call,
+    Tape,
+    TensorRef,
+)
 from trainload.capture.initialization.fake_tensors import VALUES_NEEDED, fake_mode
 from trainload.capture.job.tensor_classes import has_values
 from trainload.core.errors import raised
 
 _aten = torch.ops.aten
 
-LARGEST_CONSTANT = 2**20
-"""Bytes of a constant."""
 _REFUSALS = (
     RuntimeError,
-    NotImplementedError,
     TypeError,
     ValueError,
     ArithmeticError,
@@ -361,7 +364,7 @@ class _Replay:
         return self._find(self._part.target)
 
     def _call(self, call: Call) -> Any:
-        args, kwargs = self._values(call.args), self._values(call.kwargs)
+        args, kwargs = map_aggregate((call.args, dict(call.kwargs)), self._value)
         if call.random:
             draw, use = draw_of(call.operator, args, kwargs)
             return use(self._draw(draw))
@@ -379,11 +382,5 @@ class _Replay:
             raise Unsupported("its memory is also used with another dtype")
         return base.as_strided(ref.shape, ref.strides, ref.offset)
 
-    def _values(self, value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return self._find(value)
-        if isinstance(value, list | tuple):
-            return type(value)(self._values(item) for item in value)
-        if isinstance(value, Mapping):
-            return {key: self._values(item) for key, item in value.items()}
-        return value
+    def _value(self, argument: Any) -> Any:
+        return self._find(argument) if isinstance(argument, TensorRef) else argument

@@ -60,13 +60,7 @@ def fill(
             where="seed",
             hint=f"Omit it, or pass the source {INIT!r}.",
         )
-    given = given_weights(
-        package,
-        where,
-        policies,
-        partial=partial,
-        seed=package.recipe.seed if seed is None else seed,
-    )
+    given = given_weights(package, where, policies, partial=partial, seed=seed)
     filled = with_given(package, given, policies)
     weights = filled.weights
     return with_weights(

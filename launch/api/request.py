@@ -136,7 +136,6 @@ def spec_of(
 
     policies = find_policies(None if policy is None else Path(policy))
     given, partial = source_of_weights(request.weights_from), request.partial_weights
-    own_seed = request.overrides.seed
     if partial and given is None:
         raise RequestError(
             "it has no effect without a source of weights",
@@ -171,7 +170,7 @@ def spec_of(
             given,
             policies,
             partial=partial,
-            seed=package.recipe.seed if own_seed is None else own_seed,
+            seed=request.overrides.seed,
         ),
         "digest": package.digest,
         "versions": versions(),

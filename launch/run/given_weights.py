@@ -22,15 +22,12 @@ from trainload.packaging.signatures.policy import Policy, check_policies, find_p
 from trainload.packaging.stores.references import is_oci, is_reference
 from trainload.packaging.tensors.weight_shards import WeightReader, stored_tensors
 from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
-from trainload.packaging.weight_sources.fitting import fitted
+from trainload.packaging.weight_sources.fitting import first_lines, fitted, grouped
 from trainload.packaging.weight_sources.package_source import PackageSource
 from trainload.packaging.weight_sources.replaced_weights import ReplacedWeights
 from trainload.packaging.weight_sources.safetensors_source import SafetensorsSource
 from trainload.packaging.weight_sources.source_files import files_at
 from trainload.packaging.weight_sources.weight_source import SourceFile, WeightSource
-
-_SHOWN = 20
-"""Maximum number of lines of a table."""
 
 Kind = Literal["release", "package", "checkpoint", "files", "init"]
 
@@ -59,7 +56,7 @@ class GivenWeights(BaseModel):
 
 
 def given_weights(
-    package: Package, source: str, policies: Sequence[Policy], *, partial: bool, seed: int
+    package: Package, source: str, policies: Sequence[Policy], *, partial: bool, seed: int | None
 ) -> GivenWeights:
     """Check by their headers that weights fit a package.
 
@@ -70,7 +67,7 @@ def given_weights(
             package in a store; or INIT.
         policies: policies that the source must satisfy.
         partial: see `fitted`.
-        seed: seed of the random numbers of first values.
+        seed: seed of the random numbers of first values; None: the package's.
 
     Raises:
         WeightsError: there are none, or they do not fit; with a table of the tensors.
@@ -79,6 +76,7 @@ def given_weights(
     """
     if source == INIT:
         names = _initialised(package, partial=partial)
+        seed = package.recipe.seed if seed is None else seed
         return GivenWeights(kind="init", source=INIT, files=(), names=names, seed=seed)
     kind = _kind_of(source)
     if kind == "release":
@@ -117,9 +115,13 @@ def _own_values(package: Package) -> WeightReader | InitialSource:
     """Return the values of a package that its source of weights lacks."""
     if package.manifest.abstract is None:
         return package.stored_weights
+    return _first_values(package, 0)  # only tables may be missing, which depend on no seed
+
+
+def _first_values(package: Package, seed: int) -> InitialSource:
     initialization = read_initialization(package.path, package.manifest)
-    assert initialization is not None, "only tables that the package computes may be missing"
-    return InitialSource(initialization, 0)  # tables depend on no seed
+    assert initialization is not None, "it was there when the weights were checked"
+    return InitialSource(initialization, seed)
 
 
 def _tables(package: Package) -> tuple[str, ...]:
@@ -134,9 +136,8 @@ def _source_of(package: Package, given: GivenWeights, policies: Sequence[Policy]
     """Open the source that a run was given."""
     if given.kind != "init":
         return _opened(given.kind, given.source, (*policies, *find_policies()), given.files)
-    initialization = read_initialization(package.path, package.manifest)
-    assert initialization is not None and given.seed is not None
-    return InitialSource(initialization, given.seed)
+    assert given.seed is not None
+    return _first_values(package, given.seed)
 
 
 def _initialised(package: Package, *, partial: bool) -> dict[str, str]:
@@ -158,11 +159,10 @@ def _initialised(package: Package, *, partial: bool) -> dict[str, str]:
     specs = [spec.name for part in stored_tensors(package.manifest) for spec in part]
     without = [name for name in specs if name not in initialization.values]
     if without and not (partial and package.manifest.abstract is None):
-        shown = [
-            f"{name}: {initialization.missing.get(name, 'it was added to the package')}"
-            for name in without[:_SHOWN]
+        reasons = [
+            (name, initialization.missing.get(name, "it was added to the package"))
+            for name in without
         ]
-        more = [f"and {len(without) - _SHOWN} more"] if len(without) > _SHOWN else []
         raise WeightsError(
             f"{len(without)} of {len(specs)} parameters and buffers cannot be initialised",
             where=INIT,
@@ -171,7 +171,7 @@ def _initialised(package: Package, *, partial: bool) -> dict[str, str]:
                 if package.manifest.abstract is not None
                 else "Pass --partial-weights to keep the package's values of these."
             ),
-            table=[*shown, *more],
+            table=first_lines([f"{names}: {reason}" for names, reason in grouped(reasons)]),
         )
     return {name: name for name in specs if name in initialization.values}
 

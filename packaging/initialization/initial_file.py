@@ -50,7 +50,7 @@ class DrawEntry(Record):
     parameters: Annotated[tuple[int | float, ...], Field(max_length=4)]
 
 
-class GraphEntry(Record):
+class InitialGraphEntry(Record):
     """A graph: its first inputs are these draws, the others constants."""
 
     graph: dict[str, Any]
@@ -84,7 +84,7 @@ class InitialDocument(Record):
         missing: parameter or buffer without a first value -> the reason.
     """
 
-    graphs: tuple[GraphEntry, ...]
+    graphs: tuple[InitialGraphEntry, ...]
     values: dict[Fqn, ValueEntry]
     constants: tuple[InitialConstant, ...]
     missing: dict[Fqn, Text]
@@ -98,7 +98,7 @@ def write_initialization(root: Path, initialization: Initialization) -> None:
     """
     document = InitialDocument(
         graphs=tuple(
-            GraphEntry(
+            InitialGraphEntry(
                 graph=flat_to_json(each.module, INITIALIZATION).document,
                 draws=tuple(
                     DrawEntry(distribution=draw.distribution, parameters=draw.parameters)
@@ -163,7 +163,7 @@ def read_initialization(root: Path, manifest: Manifest) -> Initialization | None
     )
 
 
-def _read_graph(entry: GraphEntry, where: str) -> InitialGraph:
+def _read_graph(entry: InitialGraphEntry, where: str) -> InitialGraph:
     facts = validate_graph(entry.graph, where)
     if facts.higher_order:
         raise UnsafePackageError("a graph of first values has control flow", where=where)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec
 from trainload.packaging.tensors.weight_shards import stored_tensors
 from trainload.packaging.weight_sources.weight_source import WeightSource
 
+T = TypeVar("T", bound=Hashable)
 _COMPARED = 4096
 """Elements at each end of tied tensors that are compared."""
 _SHOWN = 20
@@ -174,21 +176,13 @@ def _starts(name: str) -> list[int]:
 
 def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> WeightsError:
     """Return the error with a table in which names that differ only in numbers are one line."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for each in problems:
-        key = (each.kind, re.sub(r"\d+", "*", each.name), each.details)
-        groups.setdefault(key, []).append(each.name)
     order = ("missing", "shape", "dtype", "tied", "unexpected")
-    rows = [
-        (kind, names[0] if len(names) == 1 else f"{pattern} ({len(names)} tensors)", details)
-        for (kind, pattern, details), names in sorted(
-            groups.items(), key=lambda group: order.index(group[0][0])
-        )
-    ]
+    named = [(each.name, (each.kind, each.details)) for each in problems]
+    rows = sorted(
+        ((kind, names, details) for names, (kind, details) in grouped(named)),
+        key=lambda row: order.index(row[0]),
+    )
     width = max((len(name) for _, name, _ in rows), default=0)
-    table = [f"{kind:<10}  {name:<{width}}  {details}" for kind, name, details in rows[:_SHOWN]]
-    if len(rows) > _SHOWN:
-        table.append(f"and {len(rows) - _SHOWN} more lines")
     kinds = {kind for kind, _, _ in rows}
     hints = []
     if "missing" in kinds:
@@ -208,8 +202,31 @@ def _refusal(problems: Iterable[_Problem], where: str, *, has_values: bool) -> W
         "the weights do not fit the package" if rows else "no tensor is one of the package",
         where=where,
         hint=" ".join(hints),
-        table=table,
+        table=first_lines(
+            [f"{kind:<10}  {name:<{width}}  {details}" for kind, name, details in rows]
+        ),
     )
+
+
+def grouped(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Join tensors with equal details whose names differ only in numbers.
+
+    Returns:
+        (name, or pattern with the number of tensors; details), in the order of the first of each.
+    """
+    groups: dict[tuple[str, T], list[str]] = {}
+    for name, details in named:
+        groups.setdefault((re.sub(r"\d+", "*", name), details), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)} tensors)", details)
+        for (pattern, details), names in groups.items()
+    ]
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """Return the first lines of a table, and the number of the others."""
+    more = [f"and {len(lines) - _SHOWN} more lines"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]
 
 
 def _shown(spec: TensorSpec) -> str:

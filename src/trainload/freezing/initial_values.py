@@ -33,7 +33,7 @@ from trainload.capture.initialization.initial_graphs import (
 )
 from trainload.capture.tracing.structure import pattern
 from trainload.core.errors import raised
-from trainload.freezing.recorded_job import RecordedJob, state_of
+from trainload.freezing.recorded_job import RecordedJob, model_tensors
 
 _COMPARED = 2**22
 """Elements that are compared at once."""
@@ -56,8 +56,8 @@ def proven_values(recorded: RecordedJob) -> Initialization | None:
     if recorded.tape is None:
         return None
     calls = recorded.tape.calls
-    state = state_of(recorded.job)
-    found = _with_limit(initial_graphs(recorded.tape, recorded.tensors, state_of(recorded.job)))
+    state = model_tensors(recorded.job)
+    found = _with_limit(initial_graphs(recorded.tape, recorded.tensors, state))
     failed: dict[str, str] = {}
     compared: set[tuple[int, int]] = set()
     for name, value in found.values.items():
@@ -85,7 +85,9 @@ def values_like(recorded: RecordedJob, reduced: Initialization | None) -> Initia
     """
     if recorded.tape is None or reduced is None:
         return None
-    found = _with_limit(initial_graphs(recorded.tape, recorded.tensors, state_of(recorded.job)))
+    found = _with_limit(
+        initial_graphs(recorded.tape, recorded.tensors, model_tensors(recorded.job))
+    )
     forms: dict[str, set[Any]] = defaultdict(set)
     for name, value in reduced.values.items():
         forms[pattern(name)].add(_form(reduced.graphs[value.graph]))
@@ -186,8 +188,10 @@ def _difference(
     flat = [values.reshape(-1) for values in drawn]
     constants = [found.constants[number] for number in value.constants]
     elements = Elements(graph.module, [each.__getitem__ for each in (*flat, *constants)])
-    sums = expected.is_floating_point() and expected.numel() and not elements.elementwise
-    largest = float(expected.abs().max()) if sums else 0.0
+    rounding = _rounding(graph, elements.elementwise)
+    # what is computed whole has sums, whose order depends on the number of threads
+    sums = rounding and expected.numel() and not elements.elementwise
+    least = rounding * float(expected.abs().max()) if sums else 0.0
     for start in range(0, expected.numel(), _COMPARED):
         stop = min(start + _COMPARED, expected.numel())
         try:
@@ -195,9 +199,6 @@ def _difference(
         except (RuntimeError, TypeError, ValueError, LookupError) as error:  # of an operator
             return f"its construction cannot be repeated: {raised(error)[:200]}"
         theirs = expected.reshape(-1)[start:stop]
-        rounding = _rounding(graph, elements.elementwise)
-        # what is computed whole has sums, whose order depends on the number of threads
-        least = rounding * largest
         differs = ~torch.isclose(ours, theirs, rtol=rounding, atol=least, equal_nan=True)
         if bool(differs.any()):
             place = int(differs.nonzero()[0])

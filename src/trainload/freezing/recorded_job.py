@@ -70,13 +70,13 @@ def recorded_job(job: Job | Callable[[], Job], *, values: bool) -> RecordedJob:
         return RecordedJob(constructed)
     tensors = {
         name: recorder.ref(tensor)
-        for name, tensor in state_of(constructed).items()
+        for name, tensor in model_tensors(constructed).items()
         if is_recordable(tensor)
     }
     return RecordedJob(constructed, recorder.tape, tensors)
 
 
-def state_of(job: Job) -> dict[str, Tensor]:
+def model_tensors(job: Job) -> dict[str, Tensor]:
     """Return the parameters and buffers of a job's model; an alias is not repeated."""
     model = job.model
     return dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))

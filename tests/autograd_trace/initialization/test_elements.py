@@ -59,12 +59,16 @@ WHOLE: dict[str, Function] = {
 }
 
 
-def module_of(function: Function) -> GraphModule:
-    module = make_fx(function, tracing_mode="fake")(torch.empty(ROWS, COLUMNS))
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    output.args = ((output.args[0],),)
-    module.recompile()
+def traced(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
+    """Return the graph of a function, with a list of one output."""
+    module: GraphModule = make_fx(lambda *values: (function(*values),), tracing_mode="fake")(
+        *inputs
+    )
     return module
+
+
+def module_of(function: Function) -> GraphModule:
+    return traced(function, torch.empty(ROWS, COLUMNS))
 
 
 def values() -> Tensor:
@@ -114,18 +118,12 @@ def test_a_table_without_draws_is_computed_by_the_same_calls() -> None:
     def table() -> Tensor:
         return 1.0 / 10000.0 ** (torch.arange(0, 2 * BLOCK + 6, 2) / 64)
 
-    module = make_fx(table, tracing_mode="fake")()
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    output.args = ((output.args[0],),)
-    module.recompile()
+    module = traced(table)
     assert torch.equal(Elements(module, []).slice(0, BLOCK + 3), table())
 
 
 def test_a_large_constant_is_computed_element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = make_fx(lambda: torch.full((BLOCK, 2), 0.5), tracing_mode="fake")()
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    output.args = ((output.args[0],),)
-    module.recompile()
+    module = traced(lambda: torch.full((BLOCK, 2), 0.5))
     assert not is_elementwise(module)
     monkeypatch.setattr(elements, "_TABLE", 1000)
     assert is_elementwise(module)

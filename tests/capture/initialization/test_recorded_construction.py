@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from trainload import Job, freeze
@@ -51,6 +52,11 @@ def initialised(fill: Callable[[Tensor], object]) -> Callable[[int], nn.Module]:
 def teacher(size: int) -> nn.Module:
     student = nn.Linear(size, size)
     return Holder().add(student=student, teacher=copy.deepcopy(student).requires_grad_(False))
+
+
+def fake_mode_of(tensor: Tensor) -> object:
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
 
 
 def dependent_rows(size: int) -> nn.Module:
@@ -452,6 +458,14 @@ def test_copies_have_the_draws_of_their_originals() -> None:
     values = proven(lambda: teacher(16)).values
     assert values["teacher.weight"].draws == values["student.weight"].draws
     assert values["student.weight"].draws != values["student.bias"].draws
+
+
+def test_a_copy_of_a_tensor_without_values_has_its_mode() -> None:
+    """A copied mode would free the mode's weak references to storages a second time."""
+    model = recorded(lambda: teacher(1024), values=False).job.model
+    assert isinstance(model, Holder)
+    modes = {fake_mode_of(module.get_parameter("weight")) for module in model.children()}
+    assert len(modes) == 1
 
 
 def test_layers_of_one_shape_share_a_graph() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.launch.commands import contents
+from tests.launch.run.token_jobs import job_of
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.packaging.places import BUCKET, KEYS, s3_server
 from tests.packaging.signers import Signers
@@ -60,21 +61,6 @@ class Plain(nn.Module):
         for layer in self.layers:
             found = layer(found)
         return found
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    return functional.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def job_of(model: nn.Module) -> trainload.Job:
-    return trainload.Job(
-        model=model,
-        batch={"x": torch.tensor([0, 1, 2, 3]), "y": torch.tensor([3, 2, 1, 0])},
-        loss=loss,
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-        steps=4,
-        global_batch=8,
-    )
 
 
 def model_of(kind: type[nn.Module], width: int, seed: int) -> nn.Module:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.launch.run.token_jobs import job_of, loss
 from tests.laws.runs import Run, train
 from torch import Tensor, nn
 from torch.nn import functional
@@ -50,21 +51,6 @@ class Model(nn.Module):
             hidden = functional.gelu(layer(hidden))
         found: Tensor = self.head(self.mixed(hidden))
         return found
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def job_of(model: nn.Module) -> trainload.Job:
-    return trainload.Job(
-        model=model,
-        batch={"x": torch.tensor([0, 1, 2, 3]), "y": torch.tensor([3, 2, 1, 0])},
-        loss=loss,
-        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-        steps=4,
-        global_batch=8,
-    )
 
 
 @pytest.fixture(scope="module")
