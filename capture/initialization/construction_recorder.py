@@ -67,6 +67,9 @@ def recording(*, values: bool) -> Iterator[InitRecorder]:
     with (
         warnings.catch_warnings(),
         patch.object(torch.nn.init, "_no_grad_trunc_normal_", recorder.draw_truncated),
+        # Dynamo skips code under a dispatch mode, and remembers it: `torch.cond` would then fail in
+        # every later export. And compiled code calls operators that no mode sees.
+        torch.compiler.set_stance("force_eager"),
         ExitStack() as patches,
         recorder,
     ):

@@ -392,6 +392,31 @@ def test_control_flow_in_a_constructor_is_executed() -> None:
     assert torch.equal(recorded(construct).job.model.x, torch.full((3,), 2.0))  # type: ignore[arg-type]  # a tensor
 
 
+class Branch(nn.Module):
+    """A model whose constructor and forward both choose by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sign", self.forward(torch.ones(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(x.sum() > 2, lambda x: x + 1, lambda x: x - 1, (x,))
+        return chosen
+
+
+def test_control_flow_in_a_constructor_leaves_that_of_the_model_exportable() -> None:
+    model = recorded(Branch).job.model
+    assert isinstance(model, nn.Module)
+    program = torch.export.export(model, (torch.zeros(3),), strict=False)
+    assert torch.equal(program.module()(torch.zeros(3)), torch.full((3,), -1.0))
+
+
+def test_what_compiled_code_computes_is_recorded() -> None:
+    fill = torch.compile(lambda x: x * 2 + 1)
+    found = proven(lambda: Holder().add(x=nn.Parameter(fill(torch.randn(4, 8)))))
+    assert found.missing == {}
+
+
 def test_copies_keep_gradients_and_shared_memory() -> None:
     pairs: list[Any] = []
 
