@@ -93,7 +93,7 @@ def train_both(
     )
     weights = trainload.open(folder / "trained.tl").weights
     return expected, Trained(
-        curve(result.run_dir), {name: weights.tensor(name) for name in weights.names()}
+        curve(Path(result.run_dir)), {name: weights.tensor(name) for name in weights.names()}
     )
 
 

@@ -51,7 +51,7 @@ class EvaluationRequest(EvaluationSettings, ExecutionOptions, PackageOptions):
     """Options of `evaluate`, in addition to the package, the plan and the data."""
 
     run_dir: str | Path | None = None
-    """Folder to keep, on storage that all nodes share.
+    """Folder to keep, on storage that all nodes share, or its URL.
 
     Default: one of this machine, which is removed afterwards.
     """
@@ -84,7 +84,7 @@ def evaluate(
     """
     began = time.perf_counter()
     options = {name: getattr(request, name) for name in request.model_fields_set - {"run_dir"}}
-    with _run_folder(request.run_dir, request.address) as run_dir:
+    with _run_place(request.run_dir, request.address) as run_dir:
         run = RunRequest(run_dir=run_dir, eval_data=data, **options)
         with checked(package, plan, data, run, evaluates_only=True) as evaluation:
             run_spec(
@@ -94,7 +94,8 @@ def evaluate(
                 request.on_event or _ignore,
                 new=True,
             )
-        evaluations = [event for event in stream_events(run_dir) if event.kind == "eval"]
+            events = stream_events(evaluation.spec.folder)
+            evaluations = [event for event in events if event.kind == "eval"]
     if not evaluations:
         raise TrainingError("nothing was evaluated", where=str(data))
     values = evaluations[-1].data
@@ -108,15 +109,15 @@ def evaluate(
 
 
 @contextmanager
-def _run_folder(run_dir: str | Path | None, address: str | None) -> Iterator[Path]:
+def _run_place(run_dir: str | Path | None, address: str | None) -> Iterator[str | Path]:
     if run_dir is not None:
-        yield Path(run_dir).absolute()
+        yield run_dir
         return
     if address is not None:
         raise RequestError(
             "a cluster needs a run folder on shared storage",
             where="run_dir",
-            hint="Pass --run-dir with a folder that all nodes can reach.",
+            hint="Pass --run-dir with a folder that all nodes can reach, or a URL.",
         )
     with tempfile.TemporaryDirectory(prefix="trainload-evaluate-") as folder:
         yield Path(folder) / "run"

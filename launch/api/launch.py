@@ -12,10 +12,9 @@ from typing import Annotated
 from pydantic import SkipValidation
 
 from trainload.capture.job.ambient import neutrally
-from trainload.core.atomic import replace_file
-from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import ClusterError, StorageError
 from trainload.core.processes import interrupted_by_signals
+from trainload.core.storage.places import Where
 from trainload.launching.api.request import (
     Backend,
     ExecutionOptions,
@@ -35,10 +34,18 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
 from trainload.launching.run.journal import Event, followed, stream_events
 from trainload.launching.run.opening import frozen_package
+from trainload.launching.run.publication import Publication, publishing_output
 from trainload.launching.run.result import RunResult, check_output, finish
 from trainload.launching.run.run_changes import changed, changes_run
-from trainload.launching.run.run_directory import RUN_FILE, RunFolder, removed_unless_kept
-from trainload.launching.run.run_spec import RunSpec, least_plan, read_spec, write_spec
+from trainload.launching.run.run_directory import RunFolder, removed_unless_kept
+from trainload.launching.run.run_spec import (
+    RunSpec,
+    least_plan,
+    read_spec,
+    replace_spec,
+    write_spec,
+)
+from trainload.launching.run.working_copy import viewed
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, open_sinks
@@ -92,21 +99,21 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
 
 @neutrally
 @takes_options(RunRequest)
-def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Path:
+def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Where:
     """Write a run's folder without starting the run; `resume` trains it later.
 
     Everything that `launch` checks is checked first, except the cluster. The arguments are those of
     `launch`.
 
     Returns:
-        The run's folder.
+        The run's folder or URL.
 
     Raises:
         TrainloadError: as for `launch`, except errors of the cluster and of the training.
     """
     with checked(package, plan, data, request) as run:
         write_spec(run.spec)
-        return Path(run.spec.run_dir)
+        return run.spec.folder if run.spec.work_dir is None else run.spec.run_dir
 
 
 class ResumeRequest(RunSettings, ExecutionOptions):
@@ -133,7 +140,7 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
     """Continue a run from its last complete checkpoint, on the same or another number of workers.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the run's folder or URL.
         request: fields of `ResumeRequest`, passed as keyword arguments. Changed settings are
             recorded in run.json with the step from which they apply. Policies are checked in
             addition to those that the run was launched under.
@@ -151,9 +158,14 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
         trainload.resume("runs/first")
         trainload.resume("runs/first", workers=4, overrides=trainload.Overrides(lr=1e-4))
     """
-    folder = Path(run_dir).absolute()
+    check_backend(request.backend, request.address)
+    with viewed(run_dir) as view:
+        return _resume(view.folder, request)
+
+
+def _resume(folder: Path, request: ResumeRequest) -> RunResult:
+    """Continue the run in a folder; see `resume`."""
     backend, policy, plan = request.backend, request.policy, request.plan
-    check_backend(backend, request.address)
     leading = leads(backend)
     spec = (
         change(folder, request)
@@ -215,14 +227,14 @@ def change(run_dir: Path, settings: RunSettings) -> RunSpec:
             where=spec.output,
             hint="Move the result, then resume the run.",
         )
-    replace_file(run_dir / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+    replace_spec(spec)
     return spec
 
 
 def _apply_changes(spec: RunSpec, settings: RunSettings) -> RunSpec:
     if not changes_run(settings):
         return spec
-    usable = usable_checkpoint(place_of(Path(spec.run_dir), spec.checkpoints)).path
+    usable = usable_checkpoint(place_of(spec.run_dir, spec.checkpoints)).path
     return changed(spec, 0 if usable is None else Checkpoint.open(usable).index.step, settings)
 
 
@@ -315,7 +327,7 @@ def dry_run(package: Package, plan: Plan, data: Data, request: RunRequest) -> Dr
             parameter_bytes_per_worker=plan.estimate.parameter_bytes,
             optimizer_bytes_per_worker=plan.estimate.optimizer_bytes,
             compiled_already=already,
-            free_disk_bytes=place_of(Path(spec.run_dir), spec.checkpoints).free_bytes(),
+            free_disk_bytes=place_of(spec.run_dir, spec.checkpoints).free_bytes(),
             seconds={name: round(value, 3) for name, value in seconds.items()},
             run_seconds=None if trial is None else trial.first_step + (spec.steps - 1) * trial.step,
             interpreted=() if trial is None else trial.interpreted,
@@ -350,26 +362,38 @@ def _ignore(event: Event) -> None:
     """Do nothing: the default callback."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Driving:
+    """Tools of a driver.
+
+    Attributes:
+        tell: receives the run's events, for its sinks too.
+        check: checks that no other process drives the run.
+        publication: publishes the run's records.
+    """
+
+    tell: Callable[[Event], None]
+    check: CheckDriver
+    publication: Publication
+
+
 @contextmanager
-def _drive(
-    spec: RunSpec, on_event: Callable[[Event], None], *, new: bool
-) -> Iterator[tuple[Callable[[Event], None], CheckDriver]]:
+def _drive(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> Iterator[_Driving]:
     """Drive a run inside the block. If it is new, its folder is created, and removed again if the
     block is not reached.
-
-    Yields:
-        What receives the run's events, for its sinks too; and the check that no other process
-        drives the run.
     """
-    run_dir = Path(spec.run_dir)
+    run_dir, publication = spec.folder, Publication(spec.folder)
     with removed_unless_kept(run_dir) if new else nullcontext(RunFolder(run_dir)) as folder:
         if new:
             write_spec(spec)
             folder.is_created = True
-        with driving(run_dir) as check_driver, open_sinks(spec.sinks, run_dir, on_event) as tell:
+        with (
+            driving(run_dir, publication) as check_driver,
+            open_sinks(spec.sinks, run_dir, on_event) as tell,
+        ):
             folder.is_kept = True
             try:
-                yield tell, check_driver
+                yield _Driving(tell, check_driver, publication)
             except (StorageError, ClusterError) as error:
                 error.work_began = any(event.kind == "step" for event in stream_events(run_dir))
                 raise
@@ -394,27 +418,26 @@ def run_spec(
 
         place = check_torchrun(spec)
         if place.rank == 0:
-            with (
-                _drive(spec, on_event, new=new) as (tell, check_driver),
-                followed(Path(spec.run_dir), tell),
-            ):
-                run_under_torchrun(spec, place, check_driver)
+            with _drive(spec, on_event, new=new) as driver, followed(spec.folder, driver.tell):
+                run_under_torchrun(spec, place, driver.publication, driver.check)
         else:
-            run_under_torchrun(spec, place)
+            with publishing_output(spec.folder) as publication:
+                run_under_torchrun(spec, place, publication)
     else:
         from trainload.launching.worker.local_run import check_one_worker, run_in_process
 
         check_one_worker(spec)
-        with (
-            _drive(spec, on_event, new=new) as (tell, check_driver),
-            followed(Path(spec.run_dir), tell),
-        ):
-            run_in_process(spec, check_driver)
+        with _drive(spec, on_event, new=new) as driver, followed(spec.folder, driver.tell):
+            run_in_process(spec, driver.publication, driver.check)
 
 
 def _make_result(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
     """Return the result of a finished run. Only the leading process writes the trained package."""
-    return finish(spec if leads(backend) else spec.model_copy(update={"output": None}), package)
+    if not leads(backend):
+        return finish(spec.model_copy(update={"output": None}), package)
+    result = finish(spec, package)
+    Publication(spec.folder).send_results()
+    return result
 
 
 def _run_on_ray(
@@ -431,7 +454,7 @@ def _run_on_ray(
         idle_seconds = 0.0 if connection.is_temporary else spec.idle_timeout
         with (
             room_asked_for(spec.plans[-1] if spec.plans else None),
-            _drive(spec, on_event, new=new) as (tell, check_driver),
+            _drive(spec, on_event, new=new) as driver,
         ):
             fork_server = ServerOptions(idle_seconds, connection.fork_server)
-            supervise(spec, tell, check_driver, fork_server)
+            supervise(spec, driver.tell, driver.check, fork_server, driver.publication)

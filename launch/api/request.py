@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from trainload.core.errors import (
     RequestError,
     StorageError,
 )
+from trainload.core.storage.places import is_url, local_path
 from trainload.core.versions import VERSION
 from trainload.launching.checkpoints.checkpoint_place import place_of, whole_place
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
-from trainload.launching.data.data_files import is_url, local_path
 from trainload.launching.data.made_data import Data, InFiles, in_files, written
 from trainload.launching.data.run_data import check_run_data
 from trainload.launching.node.libraries import absolute, check_runnable
@@ -32,7 +33,8 @@ from trainload.launching.run.given_weights import given_weights, with_given
 from trainload.launching.run.journal import Event
 from trainload.launching.run.result import check_output
 from trainload.launching.run.run_directory import RUN_FILE
-from trainload.launching.run.run_spec import RunSpec, check_new_run, read_spec
+from trainload.launching.run.run_spec import RunSpec, at_place, check_new_run, read_spec
+from trainload.launching.run.working_copy import viewed, working_copy
 from trainload.launching.settings.run_settings import RunSettings, Settings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
 from trainload.packaging.initialization.initial_source import INIT
@@ -94,7 +96,7 @@ class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
     """Options of `launch` and `dry_run`, in addition to the package, the plan and the data."""
 
     run_dir: str | Path
-    """Folder of the run (journal, checkpoints), on storage that all nodes share.
+    """Folder of the run (journal, checkpoints), on storage that all nodes share, or its URL.
 
     There must be no run in it.
     """
@@ -129,9 +131,15 @@ def source_of_weights(source: str | Path | None) -> str | None:
 
 
 def spec_of(
-    package: Package, plan: Plan, data: InFiles, request: RunRequest, *, steps: int
+    package: Package,
+    plan: Plan,
+    data: InFiles,
+    request: RunRequest,
+    folder: Path,
+    *,
+    steps: int,
 ) -> RunSpec:
-    """Return the requested run."""
+    """Return the requested run, in a folder or in a working copy."""
     policy, checkpoints = request.policy, request.checkpoints
 
     policies = find_policies(None if policy is None else Path(policy))
@@ -154,7 +162,8 @@ def spec_of(
         "plan": plan,
         "data": absolute_path(data.data),
         "made": data.made,
-        "run_dir": absolute_path(request.run_dir),
+        "run_dir": str(folder),
+        "nonce": secrets.token_hex(16),
         "checkpoints": None if checkpoints is None else whole_place(checkpoints),
         "steps": steps,
         "optimizer_from": _find_optimizer_state(request.optimizer_from, package),
@@ -176,7 +185,7 @@ def spec_of(
         "versions": versions(),
         "policies": policies,
     }
-    return RunSpec(**fields)
+    return at_place(RunSpec(**fields), folder)
 
 
 def _find_optimizer_state(source: str | Path | None, package: Package) -> str | None:
@@ -190,7 +199,14 @@ def _find_optimizer_state(source: str | Path | None, package: Package) -> str | 
         return None
     run, checkpoints = local_path(source), None
     if is_url(source):
-        place = place_of(Path(), whole_place(source))
+        with viewed(source) as view:
+            of_run = (view.folder / RUN_FILE).exists()
+            spec = read_spec(view.folder) if of_run else None
+        place = (
+            place_of(Path(), whole_place(source))
+            if spec is None
+            else place_of(spec.run_dir, spec.checkpoints)
+        )
     else:
         if (run / RUN_FILE).exists():
             checkpoints = read_spec(run.absolute()).checkpoints
@@ -259,21 +275,21 @@ def checked(
             hint="Pass it, for example run_dir='runs/first'.",
         )
     check_backend(backend, request.address)
-    run_dir = Path(request.run_dir).absolute()
     check_sinks(request.sinks, backend)
     # a job uses the sinks of its cluster
     if leads(backend) and not (request.address or "").startswith(("http://", "https://")):
         check_sink_libraries(request.sinks)
-    files = in_files(data, request.eval_data, run_dir, alone=backend != "torchrun")
-    steps = 0 if evaluates_only else request.steps or package.recipe.steps
-    spec = spec_of(package, plan, files, request, steps=steps)
-    check_runnable(package, spec.policies)
-    trained = check_package(package, spec)
-    if leads(backend):  # torchrun's other ranks may find it made already
-        check_place(trained, spec)
-    with written(files, run_dir):
-        rows, eval_rows = check_rows(trained, spec)
-        yield CheckedRun(spec, trained, rows, eval_rows)
+    with working_copy(request.run_dir) as folder:
+        files = in_files(data, request.eval_data, folder, alone=backend != "torchrun")
+        steps = 0 if evaluates_only else request.steps or package.recipe.steps
+        spec = spec_of(package, plan, files, request, folder, steps=steps)
+        check_runnable(package, spec.policies)
+        trained = check_package(package, spec)
+        if leads(backend):  # torchrun's other ranks may find it made already
+            check_place(trained, spec)
+        with written(files, folder):
+            rows, eval_rows = check_rows(trained, spec)
+            yield CheckedRun(spec, trained, rows, eval_rows)
 
 
 def _order_plans(plan: Plan, others: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -411,8 +427,8 @@ def check_place(package: Package, spec: RunSpec) -> None:
 
     What must be written later is tried now.
     """
-    check_new_run(Path(spec.run_dir))
-    place = place_of(Path(spec.run_dir), spec.checkpoints)
+    check_new_run(spec.folder)
+    place = place_of(spec.run_dir, spec.checkpoints)
     place.check_new()
     check_output(spec, new=True)
     states, mean = state_counts(package), package.recipe.keeps_mean

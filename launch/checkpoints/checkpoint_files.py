@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from trainload.core.canonical_json import MAX_BYTES
 from trainload.core.errors import IntegrityError
 from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.interface import NO_OPTIONS
+from trainload.core.storage.places import Where, is_url
 from trainload.core.storage.remote_files import RemoteFiles
 from trainload.packaging.tensors.chunks import Ranges, ranges_of
-
-Where: TypeAlias = Path | str
-"""A checkpoint: the path of its folder, or its URL."""
 
 
 class CheckpointFiles(Protocol):
@@ -45,13 +43,6 @@ def files_at(where: Where) -> CheckpointFiles:
     Raises: StorageError: no such kind of URL is known, or the library for it is not installed.
     """
     return _UrlFiles(str(where)) if is_url(where) else _FolderFiles(Path(where))
-
-
-def is_url(where: Where) -> bool:
-    """Return True for an fsspec URL; False for the path of a folder on this machine."""
-    return (
-        isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://"))
-    )
 
 
 class _FolderFiles:

@@ -29,9 +29,9 @@ from trainload.core.logs import logged_suppress
 from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.interface import NO_OPTIONS, Sink, StoreFiles
+from trainload.core.storage.places import Where, is_url
 from trainload.core.storage.remote_files import RemoteFiles
 from trainload.core.writable_folder import check_writable_folder
-from trainload.launching.checkpoints.checkpoint_files import Where, is_url
 from trainload.launching.checkpoints.index import (
     CHECKPOINTS,
     INDEX,
@@ -74,19 +74,21 @@ def whole_place(where: Where) -> str:
     return str(Path(str(where).partition("://")[2] if "://" in str(where) else where).absolute())
 
 
-def place_of(run_dir: Path, checkpoints: str | None = None) -> CheckpointPlace:
+def place_of(run_dir: Where, checkpoints: str | None = None) -> CheckpointPlace:
     """Return the place of a run's checkpoints.
 
     Args:
-        run_dir: folder of the run.
-        checkpoints: a folder or fsspec URL; None for a subfolder of the run's folder.
+        run_dir: folder or URL of the run.
+        checkpoints: a folder or fsspec URL; None for a subfolder of the run's.
 
     Raises:
         StorageError: the URL's protocol is unknown, or its library is not installed.
     """
+    if checkpoints is None and is_url(run_dir):
+        checkpoints = f"{run_dir}/{CHECKPOINTS}"
     if checkpoints is not None and is_url(checkpoints):
         return CheckpointPlace(BoundedFiles(RemoteFiles(checkpoints, NO_OPTIONS)), None)
-    folder = run_dir / CHECKPOINTS if checkpoints is None else Path(checkpoints)
+    folder = Path(run_dir) / CHECKPOINTS if checkpoints is None else Path(checkpoints)
     return CheckpointPlace(FolderFiles(folder), folder)
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from trainload.core.errors import CheckpointError, StorageError, UnsafePackageError
-from trainload.launching.checkpoints.checkpoint_files import Where, files_at
+from trainload.core.storage.places import Where
+from trainload.launching.checkpoints.checkpoint_files import files_at
 from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace
 from trainload.launching.checkpoints.index import (
     INDEX,

@@ -25,7 +25,7 @@ from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import CheckpointError, PackageError, StorageError, TrainloadError
 from trainload.core.logs import logged_suppress
 from trainload.core.paths import is_full
-from trainload.launching.checkpoints.checkpoint_files import Where
+from trainload.core.storage.places import Where
 from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, Draft
 from trainload.launching.checkpoints.index import (
     CheckpointIndex,

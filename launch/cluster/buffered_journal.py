@@ -22,9 +22,10 @@ class BufferedJournal:
         on_event: called with every event.
         check_driver: raises LeaseLostError if another process drives the run; called before
             anything is written.
+        is_published: returns True if others can read all that was written.
 
     Attributes:
-        written: number of the workers' events that are in the journal.
+        written: number of the workers' events that are in the journal, and published.
         stepped: True if there was a step since this object was created.
         ended: True if the run's last step was since then.
         summary: summary of all events of the run.
@@ -35,7 +36,9 @@ class BufferedJournal:
         run_dir: Path,
         on_event: Callable[[Event], None],
         check_driver: CheckDriver = lambda: None,
+        is_published: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._is_published = is_published
         self._journal = Journal(run_dir)
         self._check_driver = check_driver
         self._run_dir = run_dir
@@ -63,7 +66,7 @@ class BufferedJournal:
         """
         self._unacknowledged += len(events)
         self._append(events)
-        if not self._unwritten:
+        if not self._unwritten and self._unacknowledged and self._is_published():
             self.written, self._unacknowledged = self.written + self._unacknowledged, 0
 
     def keep(self, printed: Mapping[int, str]) -> None:

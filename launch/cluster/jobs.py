@@ -13,7 +13,9 @@ from typing import Any
 
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError, first_line
 from trainload.launching.cluster.connection import check_listener, present_token, token_error
-from trainload.launching.run.run_state import read_state
+from trainload.launching.run.run_place import place_name
+from trainload.launching.run.run_state import RunState, read_state
+from trainload.launching.run.working_copy import RunFiles
 
 _BEGIN_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
@@ -25,7 +27,8 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
 
     Args:
         address: address of the cluster's dashboard, http://HOST:8265.
-        run_dir: the run's folder, which must have the same path on the cluster's head node.
+        run_dir: the run's folder, which must have the same path on the cluster's head node, or a
+            working copy.
         arguments: command-line arguments of `trainload` in the job.
 
     Returns:
@@ -38,7 +41,8 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         TrainingError: the job ended before the driver started; the error has its last output line.
     """
     client = _client(address)
-    before = read_state(run_dir)
+    view = RunFiles(run_dir)
+    before = _state_now(view)
     name = f"trainload-{run_dir.name}"
     try:
         name = _unused_name(client, name)
@@ -68,13 +72,13 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             got=first_line(error),
             hint=(
                 "Look for it among the cluster's jobs, or run `trainload status"
-                f" {shlex.quote(str(run_dir))}`."
+                f" {shlex.quote(place_name(run_dir))}`."
             ),
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
-    while time.monotonic() < until and read_state(run_dir) == before:
+    while time.monotonic() < until and _state_now(view) == before:
         last = _last_output_line(client, name)
-        if last is not None and read_state(run_dir) == before:
+        if last is not None and _state_now(view) == before:
             raise TrainingError(
                 "the driver ended before it started the run",
                 where=f"{address}, job {name}",
@@ -82,6 +86,11 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             )
         time.sleep(_LOOK_SECONDS)
     return name
+
+
+def _state_now(view: RunFiles) -> RunState | None:
+    view.update()
+    return read_state(view.folder)
 
 
 def _unused_name(client: Any, name: str) -> str:

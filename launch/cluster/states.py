@@ -122,11 +122,11 @@ class Placing(State):
             if not run.journal.stepped or waited > run.spec.storage_patience:
                 raise StorageError(
                     f"the run's folder cannot be written: {error.strerror}",
-                    where=str(run.run_dir),
+                    where=run.spec.run_dir,
                     hint=f"When it is writable again, continue with: {run.resume_command()}",
                 ) from error
             self._waited_for_storage = True
-            self._report(f"for storage: {run.run_dir} cannot be written: {error.strerror}")
+            self._report(f"for storage: {run.spec.run_dir} cannot be written: {error.strerror}")
             return False
         return True
 
@@ -147,7 +147,7 @@ class Placing(State):
         if waited > run.spec.node_patience:
             raise ClusterError(
                 "there were too few free nodes for too long",
-                where=str(run.run_dir),
+                where=run.spec.run_dir,
                 expected=f"{least.world_size} free {name}s within {run.spec.node_patience:g} s",
                 got=free,
                 hint=f"Continue on the available nodes with: {run.resume_command()} --workers N",
@@ -349,7 +349,7 @@ class Recovering(State):
         way = "Continue from the last checkpoint" if run.journal.has_checkpoint else "Start again"
         return TrainingError(
             failure.message,
-            where=str(run.run_dir),
+            where=run.spec.run_dir,
             expected=f"at most {run.spec.max_failures} failures in a row without a new checkpoint",
             got="one more",
             hint=f"{way} with: {run.resume_command()}",

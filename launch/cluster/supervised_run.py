@@ -6,11 +6,10 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from threading import Event as Flag
 from typing import Protocol
 
-from trainload.core.errors import RunInterrupted, TrainloadError
+from trainload.core.errors import RunInterrupted, StorageError, TrainloadError
 from trainload.core.logs import logged_suppress
 from trainload.launching.cluster.buffered_journal import BufferedJournal
 from trainload.launching.cluster.inbox import Inbox
@@ -22,6 +21,7 @@ from trainload.launching.run.contact import Request, asked_by_file
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
 from trainload.launching.run.monitor import Hang, Monitor
+from trainload.launching.run.publication import Publication
 from trainload.launching.run.run_directory import resume_command
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import STATE_SECONDS, RankSeen, write_state
@@ -83,6 +83,7 @@ class SupervisedRun:
         on_event: called with every event after it is in the journal.
         check_driver: raises LeaseLostError if another process drives the run.
         clock: function that returns the time in seconds.
+        publication: publishes the run's records.
 
     Attributes:
         spec: the run, with the plan of the last attempt.
@@ -100,13 +101,17 @@ class SupervisedRun:
         on_event: Callable[[Event], None],
         check_driver: CheckDriver,
         clock: Callable[[], float] = time.monotonic,
+        publication: Publication | None = None,
     ) -> None:
         self.spec = spec
         self.cluster = cluster
         self.check_driver = check_driver
         self.clock = clock
-        self.run_dir = Path(spec.run_dir)
-        self.journal = BufferedJournal(self.run_dir, on_event, check_driver)
+        self.run_dir = spec.folder
+        self.publication = publication or Publication(spec.folder)
+        self.journal = BufferedJournal(
+            self.run_dir, on_event, check_driver, self.publication.is_published
+        )
         self.inbox = Inbox(cluster.collect, self.run_dir, self.journal, check_driver, clock)
         self.retries = Retries(spec.max_failures, spec.storage_patience, clock)
         self.lost: set[str] = set()
@@ -115,6 +120,7 @@ class SupervisedRun:
         self.placing_since: float | None = None
         self.chance = random.Random()
         self._looked_at = -float("inf")
+        self._has_warned = False
 
     def is_stopping(self) -> bool:
         """Return True if the run was asked to stop."""
@@ -125,26 +131,54 @@ class SupervisedRun:
         """Return the error that ends a run that was asked to stop."""
         return RunInterrupted(
             message,
-            where=str(self.run_dir),
+            where=self.spec.run_dir,
             hint=f"Continue with: {self.resume_command()}",
         )
 
     def resume_command(self) -> str:
         """Return the command that continues the run."""
-        return resume_command(self.run_dir)
+        return resume_command(self.spec.run_dir)
 
     def is_time_to_look(self) -> bool:
         """Return True once per second, after the run's state was written.
 
         Raises:
             LeaseLostError: another process drives the run.
+            StorageError: the run's records cannot be published for too long.
         """
         now = self.clock()
         if now - self._looked_at < STATE_SECONDS:
             return False
         self._looked_at = now
         self.write_state()
+        self._check_published()
         return True
+
+    def _check_published(self) -> None:
+        """Warn once when the run's records cannot be published.
+
+        Raises:
+            StorageError: they cannot be for too long.
+        """
+        failure = self.publication.failure
+        if failure is None:
+            self._has_warned = False
+            return
+        error, seconds = failure
+        if seconds > self.spec.storage_patience:
+            raise StorageError(
+                f"the run's records cannot be published: {error.problem}",
+                where=error.where,
+                expected=f"storage that responds within {self.spec.storage_patience:g} s",
+                got=error.got,
+                hint=f"When it can be written again, continue with: {self.resume_command()}",
+            ) from error
+        if not self._has_warned:
+            self._has_warned = True
+            self.journal.write(
+                "warning",
+                message=f"{error} Records are kept on this machine and published when possible.",
+            )
 
     def write_state(self, *, over: bool = False) -> None:
         """Write the run's state for `trainload status`. If storage fails, this update is skipped.

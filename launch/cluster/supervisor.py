@@ -21,6 +21,7 @@ from trainload.launching.ranks.fork_server import ServerOptions
 from trainload.launching.run.contact import asked_since_lost, clear_requests, withdraw
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import POLL_SECONDS, Event, last_word
+from trainload.launching.run.publication import Publication
 from trainload.launching.run.run_spec import RunSpec
 
 
@@ -29,6 +30,7 @@ def supervise(
     on_event: Callable[[Event], None],
     check_driver: CheckDriver,
     fork_server: ServerOptions,
+    publication: Publication | None = None,
 ) -> None:
     """Drive a run on the cluster to which this process is connected, and which must be large enough
     for its plan, until it has completed its last step.
@@ -42,6 +44,7 @@ def supervise(
         on_event: called with every event after it is in the journal.
         check_driver: raises LeaseLostError if another process drives the run.
         fork_server: the fork server of a node.
+        publication: publishes the run's records.
 
     Raises:
         RunInterrupted: a stop was requested.
@@ -52,7 +55,8 @@ def supervise(
         TrainloadError: an error raised by a rank.
     """
     cluster = RayCluster(spec.plan.cluster.device, fork_server)
-    Supervisor(SupervisedRun(spec, cluster, on_event, check_driver), cluster).run()
+    run = SupervisedRun(spec, cluster, on_event, check_driver, publication=publication)
+    Supervisor(run, cluster).run()
 
 
 class Supervisor:
@@ -114,7 +118,7 @@ class Supervisor:
         except RayError as error:
             raise LostClusterError(
                 "the cluster no longer responds",
-                where=str(self._run.run_dir),
+                where=self._run.spec.run_dir,
                 got=first_line(error),
                 hint=f"When it responds again, continue with: {self._run.resume_command()}",
             ) from error

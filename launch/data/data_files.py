@@ -27,6 +27,7 @@ from trainload.core.storage.filesystem import (
     file_system,
     unreachable,
 )
+from trainload.core.storage.places import is_url, local_path
 
 Source = str | Path | Sequence[str | Path]
 """One or several files, folders of files or glob patterns, each a path or an fsspec URL. The files
@@ -222,16 +223,6 @@ def list_files(source: Source, endings: Collection[str]) -> tuple[DataFile, ...]
             hint="Name it once.",
         )
     return tuple(files)
-
-
-def is_url(part: str | Path) -> bool:
-    """Return True for an fsspec URL, and False for a path on this machine."""
-    return isinstance(part, str) and "://" in part and not part.startswith(("file://", "local://"))
-
-
-def local_path(part: str | Path) -> Path:
-    """Return the path of a local source, without its protocol."""
-    return Path(part.partition("://")[2] if isinstance(part, str) and "://" in part else part)
 
 
 def spelled(source: Source) -> str:

@@ -20,12 +20,15 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
+from trainload.core.canonical_json import sha256_file
 from trainload.core.credentials import resolve
 from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
+from trainload.core.storage.interface import Expected, StoreFiles
 from trainload.core.user_code import describe, load_module, user_line
 from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.run.run_directory import RUN_FILE, missing_folders, remove_empty
-from trainload.launching.run.run_spec import made_file
+from trainload.launching.run.run_place import files_of, place_name
+from trainload.launching.run.run_spec import made_file, made_path
 
 PYTHON = "python:"
 _REFERENCE_FORM = (
@@ -95,7 +98,7 @@ def in_files(data: Data, eval_data: Data | None, run_dir: Path, *, alone: bool =
             hint="Write the rows to a file first, with trainload.write_rows.",
         )
     files = {
-        name: made_file(run_dir, name) if name in sources else _check_path(each)
+        name: f"{place_name(run_dir)}/{made_path(name)}" if name in sources else _check_path(each)
         for name, each in data_by_name.items()
     }
     return InFiles(files["data"], files.get("eval_data"), descriptions, sources)
@@ -112,6 +115,7 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
     """
     folder = made_file(run_dir, "data").parent
     new_folders = missing_folders(folder)
+    files = files_of(run_dir) if data.sources else None
     try:
         for name, source in data.sources.items():
             try:
@@ -121,11 +125,24 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
                     f"the run's folder cannot be written: {error.strerror}", where=str(folder)
                 ) from error
             write_rows(_read_batches(source, data.made[name]), made_file(run_dir, name))
+        if files is not None:
+            _send(files, run_dir, data.sources)
         yield
     finally:
         if data.sources and not (run_dir / RUN_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(new_folders)
+            if files is not None:
+                for name in data.sources:
+                    files.delete(made_path(name))
+
+
+def _send(files: StoreFiles, run_dir: Path, names: Iterable[Name]) -> None:
+    """Send data from a working copy to the URL of its run, where all nodes read it."""
+    for name in names:
+        path = made_file(run_dir, name)
+        expected = Expected(path.stat().st_size, sha256_file(path))
+        files.send(made_path(name), path, expected, lambda count: None)
 
 
 def _check_path(data: Data) -> str | Path:

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.errors import DataError, MissingDataError
 from trainload.core.reading import reading
-from trainload.launching.data.data_files import Source, is_url
+from trainload.core.storage.places import is_url
+from trainload.launching.data.data_files import Source
 
 ENDING = ".json"
 MOST_PARTS = 256

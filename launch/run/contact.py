@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -146,12 +147,19 @@ class FileContact:
         summary: summary of the run's events so far.
         check_driver: of rank 0: raises LeaseLostError if another process drives the run. Nothing is
             written then.
+        wait_published: waits until all events are where others can read them.
     """
 
     def __init__(
-        self, run_dir: Path, rank: int, summary: Summary, check_driver: CheckDriver | None = None
+        self,
+        run_dir: Path,
+        rank: int,
+        summary: Summary,
+        check_driver: CheckDriver | None = None,
+        wait_published: Callable[[], None] | None = None,
     ) -> None:
         self.aborted, self.lingers = threading.Event(), False
+        self._wait_published = wait_published
         self._run_dir, self._rank = run_dir, rank
         self._check_driver = check_driver
         self._journal = Journal(run_dir)
@@ -164,7 +172,9 @@ class FileContact:
         self._record(Event(kind, data, time.time()))
 
     def flush(self) -> None:
-        """Do nothing: events are written immediately."""
+        """Wait until all events are published. In a folder they are written immediately."""
+        if self._wait_published is not None:
+            self._wait_published()
 
     def asked(self) -> Request:
         return asked_by_file(self._run_dir)

@@ -9,11 +9,13 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
+from trainload.launching.run.run_place import files_of, place_name, url_of
 from trainload.launching.run.run_state import (
     FRESH_SECONDS,
     STATE_FILE,
@@ -29,6 +31,16 @@ _log = logging.getLogger(__name__)
 FOLDER = "driver"
 CheckDriver = Callable[[], None]
 """Raises LeaseLostError if another process drives the run now."""
+
+
+class Records(Protocol):
+    """Publisher of the records of a run; see `publication`."""
+
+    def begin(self, check_driver: CheckDriver) -> None:
+        """Begin to publish, as long as this process drives the run."""
+
+    def close(self) -> None:
+        """Publish what is left."""
 
 
 def other_driver(run_dir: Path) -> str | None:
@@ -54,19 +66,25 @@ def check_no_driver(run_dir: Path) -> None:
 
 
 @contextmanager
-def driving(run_dir: Path) -> Iterator[CheckDriver]:
+def driving(run_dir: Path, records: Records | None = None) -> Iterator[CheckDriver]:
     """Drive a run inside the block. If several processes try concurrently, exactly one does.
 
     What runs inside replaces the run's state; if it never does, the state is left as it was before.
-    If storage cannot be written now, no lease is taken: what runs inside waits for the storage.
+    If the folder cannot be written now, no lease is taken: what runs inside waits for the storage.
+
+    Args:
+        run_dir: the run's folder, or a working copy.
+        records: publishes the run's records while this process has the lease.
 
     Yields:
         A function that raises LeaseLostError if another process drives the run now.
 
     Raises:
-        StorageError: another process drives the run.
+        StorageError: another process drives the run; or the run's URL cannot be written, when the
+            run begins or at its end.
     """
     lease = _claim_lease(run_dir)
+    check = _check_nothing if lease is None else lease.check
     before = read_state(run_dir)
     written = None
     with logged_suppress(_log, f"the state of {run_dir} was not written", OSError):
@@ -78,18 +96,24 @@ def driving(run_dir: Path) -> Iterator[CheckDriver]:
             {},
         )
     try:
-        yield _check_nothing if lease is None else lease.check
+        if records is not None:
+            records.begin(check)
+        yield check
     finally:
         if written is not None and read_state(run_dir) == written:
             _restore_state(run_dir, before)
-        if lease is not None:
-            lease.close()
+        try:
+            if records is not None:
+                records.close()
+        finally:
+            if lease is not None:
+                lease.close()
 
 
 def _claim_lease(run_dir: Path) -> HeldLease[LeaseRecord] | None:
-    """Take the lease; None if storage cannot be written.
+    """Take the lease; None if the folder cannot be written.
 
-    Raises: StorageError: another process holds it.
+    Raises: StorageError: another process holds it, or the run's URL cannot be reached or written.
     """
     leases = _leases(run_dir)
     if leases.last() is None and (owner := _driver_without_lease(run_dir)) is not None:
@@ -100,7 +124,7 @@ def _claim_lease(run_dir: Path) -> HeldLease[LeaseRecord] | None:
             raise _driven_elsewhere_error(run_dir, lease.record.owner)
         leases.forget_before(lease.id)
     except StorageError as error:
-        if isinstance(error.__cause__, OSError):
+        if isinstance(error.__cause__, OSError) and url_of(run_dir) is None:
             return None
         raise
     return lease
@@ -124,9 +148,8 @@ def _restore_state(run_dir: Path, before: RunState | None) -> None:
 
 def _leases(run_dir: Path) -> Leases[LeaseRecord]:
     hint = "Another process is driving the run: watch it with `trainload status`."
-    return Leases(
-        FolderFiles(run_dir), FOLDER, where=str(run_dir), kinds=PLAIN, hint=hint, regains=True
-    )
+    files = files_of(run_dir) or FolderFiles(run_dir)
+    return Leases(files, FOLDER, where=place_name(run_dir), kinds=PLAIN, hint=hint, regains=True)
 
 
 def _check_nothing() -> None:
@@ -137,7 +160,7 @@ def _driven_elsewhere_error(run_dir: Path, owner: str) -> StorageError:
     hint = "Watch it with `trainload status`, or end it with `trainload stop`."
     return StorageError(
         "the run is already being driven",
-        where=str(run_dir),
+        where=place_name(run_dir),
         got=f"its driver is {owner}",
         hint=hint,
     )

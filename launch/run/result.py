@@ -15,8 +15,8 @@ from torch import Tensor
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import StorageError, TrainingError, TrainloadError
 from trainload.core.paths import check_name
+from trainload.core.storage.places import Where
 from trainload.core.writable_folder import check_writable_folder
-from trainload.launching.checkpoints.checkpoint_files import Where
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.run.given_weights import with_given
@@ -36,7 +36,7 @@ class RunResult:
     """Result of a finished run.
 
     Attributes:
-        run_dir: the run's folder.
+        run_dir: the run's folder or URL.
         steps: number of updates.
         first_loss: training loss of the first step.
         last_loss: training loss of the last step.
@@ -55,7 +55,7 @@ class RunResult:
         print(result.last_loss, result.checkpoint, result.output)
     """
 
-    run_dir: Path
+    run_dir: Where
     steps: int
     first_loss: float
     last_loss: float
@@ -82,8 +82,8 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         StorageError: the output's path exists, the disk is full, or the checkpoints cannot be
             reached.
     """
-    run_dir, package = Path(spec.run_dir), with_given(package, spec.given, spec.policies)
-    place = place_of(run_dir, spec.checkpoints)
+    package = with_given(package, spec.given, spec.policies)
+    place = place_of(spec.run_dir, spec.checkpoints)
     usable = usable_checkpoint(place, patience=spec.storage_patience)
     if usable.path is None:
         raise TrainingError(
@@ -96,14 +96,14 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     adapter_settings = spec.overrides.adapters
     adapters = () if adapter_settings is None else adapter_settings.chosen(package.manifest)
     if adapters:
-        write_adapters(checkpoint, adapters, run_dir, mean=mean)
+        write_adapters(checkpoint, adapters, spec.folder, mean=mean)
     trained = None
     if spec.output is not None:
         tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
         trained = _write_trained(package, spec, tensors, _training_entry(spec, checkpoint))
-    totals = _JournalTotals(stream_events(run_dir))
+    totals = _JournalTotals(stream_events(spec.folder))
     return RunResult(
-        run_dir=run_dir,
+        run_dir=spec.folder if spec.work_dir is None else spec.run_dir,
         steps=checkpoint.index.step,
         first_loss=totals.first[1],
         last_loss=totals.last[1],

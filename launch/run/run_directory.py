@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
 from trainload.core.reading import reading
+from trainload.launching.run.run_place import files_of, place_name
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +58,11 @@ def removed_unless_kept(run_dir: Path) -> Iterator[RunFolder]:
         yield folder
     finally:
         if folder.is_created and not folder.is_kept:
-            with logged_suppress(_log, f"{run_dir} was not removed", OSError):
+            with logged_suppress(_log, f"{run_dir} was not removed", OSError, StorageError):
+                files = files_of(run_dir)
                 _remove(run_dir, new_folders, entries)
+                if files is not None:
+                    files.delete(RUN_FILE)
 
 
 def missing_folders(path: Path) -> list[Path]:
@@ -73,8 +78,9 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def resume_command(run_dir: str | Path) -> str:
-    """Return the shell command that continues a run."""
-    return f"trainload resume {shlex.quote(str(run_dir))}"
+    """Return the shell command that continues a run in a folder, a working copy, or at a URL."""
+    place = place_name(run_dir) if isinstance(run_dir, Path) else run_dir
+    return f"trainload resume {shlex.quote(place)}"
 
 
 def _remove(run_dir: Path, new_folders: list[Path], entries: frozenset[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainload.core.atomic import create_file
+from trainload.core.atomic import create_file, replace_file
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import PackageError, StorageError, first_line
 from trainload.core.paths import check_name
@@ -23,6 +23,7 @@ from trainload.launching.run.run_directory import (
     remove_empty,
     resume_command,
 )
+from trainload.launching.run.run_place import check_can_be_owned, files_of, place_name, url_of
 from trainload.launching.settings.run_settings import MAX_STEPS, RunSettings, SinkName
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.signatures.policy import Policy
@@ -46,7 +47,7 @@ class Change(BaseModel):
 class RunSpec(RunSettings):
     """A run: its settings, package, plans and data.
 
-    Paths are absolute; `run_dir` and the data are on shared storage.
+    Paths are absolute. Those that are not URLs are on storage that all nodes share.
     """
 
     version: int = 1
@@ -56,6 +57,13 @@ class RunSpec(RunSettings):
     """Plans of an elastic run, including `plan`, smallest first; () if the run is not elastic."""
     data: str
     run_dir: str
+    """The run's folder, or its URL."""
+    work_dir: str | None = Field(default=None, exclude=True)
+    """Working copy of a run at a URL, on the machine of its driver; None if the run has a
+    folder.
+    """
+    nonce: str = ""
+    """Random: two runs that are created at one URL at the same time differ."""
     checkpoints: str | None = None
     optimizer_from: str | None = None
     """Checkpoint of another run from which the initial optimizer state is loaded."""
@@ -99,6 +107,11 @@ class RunSpec(RunSettings):
     """
 
     @property
+    def folder(self) -> Path:
+        """The folder with the run's files on the machine of its driver."""
+        return Path(self.work_dir or self.run_dir)
+
+    @property
     def evaluates(self) -> bool:
         """True if the run has held-out data."""
         return self.eval_data is not None
@@ -116,16 +129,28 @@ def least_plan(spec: RunSpec) -> Plan:
 
 def made_file(run_dir: Path, name: Literal["data", "eval_data"]) -> Path:
     """Return the path in a run's folder of data that was not in a file."""
-    return run_dir / "data" / ("train.arrow" if name == "data" else "eval.arrow")
+    return run_dir / made_path(name)
+
+
+def made_path(name: Literal["data", "eval_data"]) -> str:
+    """Return the path of data that was not in a file, relative to the place of its run."""
+    return "data/train.arrow" if name == "data" else "data/eval.arrow"
 
 
 def check_new_run(run_dir: Path) -> None:
     """Check that a run can be created in a folder, before anything is started.
 
     Raises:
-        StorageError: there is a run already, or the folder cannot be read, created or written.
+        StorageError: there is a run already, or the folder or URL cannot be read, created or
+            written.
     """
     check_name(run_dir)
+    files = files_of(run_dir)
+    if files is not None:
+        check_can_be_owned(files)
+        if files.size(RUN_FILE) is not None:
+            raise _run_exists_error(run_dir)
+        return
     with reading("it", run_dir / RUN_FILE, _OTHER_FOLDER_HINT):
         exists = (run_dir / RUN_FILE).exists()
     if exists:
@@ -139,8 +164,8 @@ def check_new_run(run_dir: Path) -> None:
 def _run_exists_error(run_dir: Path) -> StorageError:
     return StorageError(
         "a run already exists here",
-        where=str(run_dir),
-        hint=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
+        where=place_name(run_dir),
+        hint=(f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir."),
     )
 
 
@@ -153,13 +178,15 @@ def write_spec(spec: RunSpec) -> None:
         StorageError: the folder contains a run already, or cannot be written; nothing is left
             behind.
     """
-    folder = Path(spec.run_dir)
+    folder = spec.folder
     check_new_run(folder)
     with reading("it", folder, _OTHER_FOLDER_HINT):
         new_folders = missing_folders(folder)
+    content = canonical_json(spec.model_dump(mode="json"))
+    files = files_of(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_created = create_file(folder / RUN_FILE, canonical_json(spec.model_dump(mode="json")))
+        is_created = create_file(folder / RUN_FILE, content)
     except OSError as error:
         remove_empty(new_folders)
         raise StorageError(
@@ -167,8 +194,21 @@ def write_spec(spec: RunSpec) -> None:
             where=str(folder),
             hint="Choose another --run-dir.",
         ) from error
-    if not is_created:
+    if not is_created or (files is not None and not files.create(RUN_FILE, content)):
         raise _run_exists_error(folder)
+
+
+def replace_spec(spec: RunSpec) -> None:
+    """Replace the run.json of a run that nobody drives.
+
+    Raises:
+        OSError, StorageError: it cannot be written.
+    """
+    content = canonical_json(spec.model_dump(mode="json"))
+    replace_file(spec.folder / RUN_FILE, content)
+    files = files_of(spec.folder)
+    if files is not None:
+        files.replace(RUN_FILE, content)
 
 
 def read_spec(run_dir: Path) -> RunSpec:
@@ -182,7 +222,9 @@ def read_spec(run_dir: Path) -> RunSpec:
         content = path.read_bytes() if path.is_file() else None
     if content is None:
         raise StorageError(
-            "there is no run here", where=str(run_dir), expected=f"a folder with {RUN_FILE}"
+            "there is no run here",
+            where=place_name(run_dir),
+            expected=f"a folder or URL with {RUN_FILE}",
         )
     try:
         spec = RunSpec.model_validate(parse_canonical(content, str(path)))
@@ -194,5 +236,13 @@ def read_spec(run_dir: Path) -> RunSpec:
             got=first_line(error),
             hint="Resume with the version of trainload that launched the run.",
         ) from error
-    own: dict[str, str] = {name: str(made_file(run_dir.absolute(), name)) for name in spec.made}
-    return spec.model_copy(update={"run_dir": str(run_dir.absolute()), **own})
+    return at_place(spec, run_dir.absolute())
+
+
+def at_place(spec: RunSpec, folder: Path) -> RunSpec:
+    """Return a run as it is in a folder, or at the URL of which the folder is a working copy."""
+    url = url_of(folder)
+    place = url or str(folder)
+    own: dict[str, str] = {name: f"{place}/{made_path(name)}" for name in spec.made}
+    work_dir = None if url is None else str(folder)
+    return spec.model_copy(update={"run_dir": place, "work_dir": work_dir, **own})

@@ -268,9 +268,16 @@ def _replace_non_finite(value: object) -> object:
 def read_state(run_dir: Path) -> RunState | None:
     """Return the last state that a driver wrote; None if there is none that can be read."""
     try:
-        return RunState.model_validate_json((run_dir / STATE_FILE).read_bytes())
+        content = (run_dir / STATE_FILE).read_bytes()
     except OSError:
         return None
+    return parse_state(content, str(run_dir / STATE_FILE))
+
+
+def parse_state(content: bytes, where: str) -> RunState | None:
+    """Parse a driver's state; None if it is damaged."""
+    try:
+        return RunState.model_validate_json(content)
     except ValidationError as error:
-        log_handled(_log, f"{run_dir / STATE_FILE} is damaged", error)
+        log_handled(_log, f"{where} is damaged", error)
         return None

@@ -18,6 +18,7 @@ from trainload.launching.node.process_groups import leave_groups
 from trainload.launching.run.contact import FileContact, Request, clear_requests, withdraw
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import append_log, stream_events, tracebacks_to
+from trainload.launching.run.publication import Publication
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.run_state import Summary
 from trainload.launching.worker.loop import Place, run_worker
@@ -37,21 +38,29 @@ def check_one_worker(spec: RunSpec) -> None:
         )
 
 
-def run_in_process(spec: RunSpec, check_driver: CheckDriver) -> None:
+def run_in_process(spec: RunSpec, publication: Publication, check_driver: CheckDriver) -> None:
     """Train with one worker, in this process; run.json exists. Raises: what `run_worker` raises."""
-    with _stop_on_interrupt(Path(spec.run_dir)):
-        _run_rank(spec, Place(0, 1, 1), check_driver)
+    with _stop_on_interrupt(spec.folder):
+        _run_rank(spec, Place(0, 1, 1), publication, check_driver)
 
 
-def _run_rank(spec: RunSpec, place: Place, check_driver: CheckDriver | None) -> None:
+def _run_rank(
+    spec: RunSpec, place: Place, publication: Publication, check_driver: CheckDriver | None
+) -> None:
     # the same on every rank: none continues before all have read it
-    before = Summary.of(stream_events(Path(spec.run_dir)))
+    before = Summary.of(stream_events(spec.folder))
     spec = spec.model_copy(
         update={"had_checkpoint": spec.had_checkpoint or before.checkpoint is not None}
     )
-    contact = FileContact(Path(spec.run_dir), place.rank, before, check_driver)
+    contact = FileContact(
+        spec.folder,
+        place.rank,
+        before,
+        check_driver,
+        lambda: publication.wait(spec.storage_patience),
+    )
     try:
-        with tracebacks_to(lambda text: append_log(Path(spec.run_dir), place.rank, redacted(text))):
+        with tracebacks_to(lambda text: append_log(spec.folder, place.rank, redacted(text))):
             run_worker(spec, place, contact)
     except BaseException as error:
         contact.part(error)
@@ -112,7 +121,10 @@ def check_torchrun(spec: RunSpec) -> Place:
 
 
 def run_under_torchrun(
-    spec: RunSpec, place: Place, check_driver: CheckDriver | None = None
+    spec: RunSpec,
+    place: Place,
+    publication: Publication,
+    check_driver: CheckDriver | None = None,
 ) -> None:
     """Train as one of torchrun's workers; run.json exists where rank 0 is, which alone has
     `check_driver`.
@@ -122,8 +134,8 @@ def run_under_torchrun(
         _hide_other_gpus()
     dist.init_process_group("nccl" if gpu else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
-        with _stop_on_interrupt(Path(spec.run_dir), leading=place.rank == 0):
-            _run_rank(spec, place, check_driver)
+        with _stop_on_interrupt(spec.folder, leading=place.rank == 0):
+            _run_rank(spec, place, publication, check_driver)
     finally:
         leave_groups()
 

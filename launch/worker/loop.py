@@ -110,8 +110,8 @@ class _Worker:
         contact.report(self._activity)
         self._waits = WaitTime()
         self._has_peers = bool(peers_of(spec.plan))
-        self._run_dir = Path(spec.run_dir)
-        self._checkpoints = place_of(self._run_dir, spec.checkpoints)
+        self._run_dir = spec.run_dir
+        self._checkpoints = place_of(spec.run_dir, spec.checkpoints)
         self._control = dist.new_group(backend="gloo") if place.world > 1 else None
         self._attempt, path = self._begin()
         set_threads(place.local_world)

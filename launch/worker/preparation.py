@@ -15,6 +15,7 @@ import torch
 
 from trainload.core.errors import CompileError, IntegrityError
 from trainload.core.paths import empty_folder
+from trainload.core.storage.places import is_url
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.data.run_data import RunData, open_run_data
 from trainload.launching.node.build import (
@@ -102,8 +103,8 @@ def prepare_node(
         TrainloadError: compiling or reading the data fails.
     """
     set_threads(len(ranks))
-    if spec.checkpoints is not None:
-        place_of(Path(spec.run_dir), spec.checkpoints).check_writable()
+    if spec.checkpoints is not None or is_url(spec.run_dir):
+        place_of(spec.run_dir, spec.checkpoints).check_writable()
     package = trained_package(spec)
     check_plan(spec.plan, package)
     for warning in library_warnings(package, spec.libraries):

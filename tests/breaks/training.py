@@ -28,9 +28,9 @@ TRAINING: tuple[Mutation, ...] = (
         1,
         "a run asks the network for a newer trainload",
         "launch/worker/local_run.py",
-        "        _run_rank(spec, Place(0, 1, 1), check_driver)\n",
+        "        _run_rank(spec, Place(0, 1, 1), publication, check_driver)\n",
         "        __import__('socket').create_connection(('pypi.org', 443), timeout=5).close()\n"
-        "        _run_rank(spec, Place(0, 1, 1), check_driver)\n",
+        "        _run_rank(spec, Place(0, 1, 1), publication, check_driver)\n",
         "test_law_1.py::test_the_package_trains_alone",
     ),
     Mutation(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tests.shares import cut
 
-from trainload.launching.checkpoints.checkpoint_files import Where
+from trainload.core.storage.places import Where
 from trainload.launching.checkpoints.checkpoint_place import CheckpointPlace, place_of
 from trainload.launching.checkpoints.index import DataPosition
 from trainload.launching.checkpoints.reader import Checkpoint

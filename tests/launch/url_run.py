@@ -27,7 +27,7 @@ from trainload.launching.run.run_spec import read_spec, write_spec
 
 
 def told(result: RunResult) -> None:
-    events = read_events(result.run_dir)
+    events = read_events(Path(result.run_dir))
     starts = [event.data["step"] for event in events if event.kind == "start"]
     print(
         json.dumps(

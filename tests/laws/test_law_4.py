@@ -202,7 +202,7 @@ def test_compiled_on_ray_a_run_has_the_losses_of_one_interpreting_process(
     (single,) = train(1, [alone], tmp_path)
     # rounding differences grow from step to step: after 200 they may be 1e-4 on some CPUs
     compared = slice(LAW_STEPS)
-    assert difference(single[compared], curve(killed.run_dir)[compared]) <= TOLERANCE
+    assert difference(single[compared], curve(Path(killed.run_dir))[compared]) <= TOLERANCE
 
 
 @pytest.mark.timeout(600)
@@ -210,11 +210,11 @@ def test_a_ray_worker_that_is_killed_changes_no_bit(
     on_ray: OnRay, whole: Path, killed: RunResult
 ) -> None:
     assert killed.restarts == 1
-    assert started_at(killed.run_dir)[1] >= on_ray.every
-    assert curve(killed.run_dir) == curve(whole)
+    assert started_at(Path(killed.run_dir))[1] >= on_ray.every
+    assert curve(Path(killed.run_dir)) == curve(whole)
     assert killed.output_digest == trainload.open(on_ray.folder / "whole.tl").digest
 
 
 def test_the_other_rank_stays_for_the_next_attempt(killed: RunResult) -> None:
-    first, second = rank_pids(killed.run_dir)
+    first, second = rank_pids(Path(killed.run_dir))
     assert len(set(first) & set(second)) == 1

@@ -64,7 +64,7 @@ def page_of(record: Record) -> str:
     return rendered(
         "page.html",
         name=record.run_dir.name,
-        folder=sanitize(str(record.run_dir)),
+        folder=sanitize(record.spec.run_dir),
         phase=record.phase,
         tone=_TONES[record.phase],
         because=sanitize(_explain_phase(record)),

@@ -117,7 +117,7 @@ def launched(package: Package, data: Path, folder: Path) -> list[float]:
     result = trainload.launch(
         package, plan, data, run_dir=folder / "run", backend="local", compile=False, steps=3
     )
-    return curve(result.run_dir)
+    return curve(Path(result.run_dir))
 
 
 @pytest.mark.matrix(EVERYTHING)

@@ -159,7 +159,7 @@ def scales(run_dir: Path) -> list[float]:
 def test_a_run_has_the_losses_of_a_plain_loop(
     alone: Callable[[str], RunResult], plain: dict[str, Eager], name: str, tolerance: float
 ) -> None:
-    assert difference(plain[name].losses, curve(alone(name).run_dir)) <= tolerance
+    assert difference(plain[name].losses, curve(Path(alone(name).run_dir))) <= tolerance
 
 
 def test_the_mean_is_evaluated_and_written(
@@ -188,7 +188,7 @@ def test_the_last_weights_are_evaluated_and_written_where_they_are_asked_for(
 def test_the_scale_of_the_loss_moves_as_gradscalers_does(
     alone: Callable[[str], RunResult], plain: dict[str, Eager]
 ) -> None:
-    found = scales(alone("scaled").run_dir)
+    found = scales(Path(alone("scaled").run_dir))
     assert found == plain["scaled"].scales
     assert any(a > b for a, b in pairwise(found)), "no gradient overflowed"
     assert any(a < b for a, b in pairwise(found)), "the scale never grew"

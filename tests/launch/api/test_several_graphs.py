@@ -225,7 +225,7 @@ def test_a_graphs_own_mean_is_of_its_own_parameters(own: RunResult) -> None:
 
 @pytest.mark.slow
 def test_every_graph_has_a_scale_of_its_own(own: RunResult, plain: dict[str, Eager]) -> None:
-    assert_equal(own.run_dir, gan(), plain["gan"])
+    assert_equal(Path(own.run_dir), gan(), plain["gan"])
     kept = Checkpoint.open(own.checkpoint).index.user["loss scaling"]
     # after 8 and 16 updates
     assert {graph: entry["scale"] for graph, entry in kept.items()} == {

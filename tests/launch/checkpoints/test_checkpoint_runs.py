@@ -51,7 +51,7 @@ def test_a_run_comes_to_the_same_wherever_its_checkpoints_lie(
 ) -> None:
     result = launch(gpt, gpt_data, tmp_path / "run", checkpoints=kept.url)
     assert result.output_digest == usual.output_digest
-    assert losses(read_events(result.run_dir)) == losses(read_events(usual.run_dir))
+    assert losses(read_events(Path(result.run_dir))) == losses(read_events(Path(usual.run_dir)))
     assert not (tmp_path / "run" / CHECKPOINTS).exists()
     assert list(kept.place.published()) == [4, 6]
     assert str(result.checkpoint) == str(kept.place.published()[6])
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_goes_on_from_there(
     starts = [event.data["step"] for event in read_events(run_dir) if event.kind == "start"]
     assert starts == [0, stopped]
     again = losses(read_events(run_dir))
-    assert again[:STEPS] == losses(read_events(usual.run_dir))[: len(again[:STEPS])]
+    assert again[:STEPS] == losses(read_events(Path(usual.run_dir)))[: len(again[:STEPS])]
 
 
 def test_a_newest_checkpoint_that_is_damaged_gives_way_and_the_run_says_so(
@@ -99,13 +99,15 @@ def test_a_newest_checkpoint_that_is_damaged_gives_way_and_the_run_says_so(
     kept.write(shard, kept.read(shard)[:-1] + b"\xff")
     again = trainload.resume(tmp_path / "run", backend="local")
     said = [
-        event.data["message"] for event in read_events(result.run_dir) if event.kind == "warning"
+        event.data["message"]
+        for event in read_events(Path(result.run_dir))
+        if event.kind == "warning"
     ]
     assert len(said) == 1
     assert "a checkpoint cannot be used" in said[0]
     assert "step-00000006" in said[0]
     assert [
-        event.data["step"] for event in read_events(result.run_dir) if event.kind == "start"
+        event.data["step"] for event in read_events(Path(result.run_dir)) if event.kind == "start"
     ] == [0, 4]
     assert again.last_loss == usual.last_loss
 

@@ -60,7 +60,7 @@ def test_a_run_killed_while_it_saves_has_the_losses_of_one_that_was_left_alone(
     assert killer.error is None
     assert tuple(killed.hit for killed in killer.killed) == MOMENTS
     assert result.restarts == len(MOMENTS)
-    assert set(done_steps(run_dir)) == set(done_steps(undisturbed.run_dir))
+    assert set(done_steps(run_dir)) == set(done_steps(Path(undisturbed.run_dir)))
     assert shards(result) == shards(undisturbed)
     assert sorted(path.name for path in (run_dir / CHECKPOINTS).iterdir()) == [
         path.name for path in published(run_dir).values()

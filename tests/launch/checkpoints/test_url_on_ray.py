@@ -56,5 +56,5 @@ def test_workers_of_which_one_is_killed_go_on_from_s3_and_so_does_another_number
         compile=False,
         backend="local",
     )
-    assert one["losses"] == pytest.approx(losses(read_events(alone.run_dir)), abs=1e-5)
+    assert one["losses"] == pytest.approx(losses(read_events(Path(alone.run_dir))), abs=1e-5)
     assert not (tmp_path / "run" / "checkpoints").exists()

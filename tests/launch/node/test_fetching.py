@@ -78,8 +78,8 @@ def test_a_release_trains_as_the_package_that_was_pushed(
         output=tmp_path / "there.tl",
     )
     assert there.output_digest == here.output_digest
-    assert losses(read_events(there.run_dir)) == losses(read_events(here.run_dir))
-    assert read_spec(there.run_dir).package == f"{store}#gpt/1"
+    assert losses(read_events(Path(there.run_dir))) == losses(read_events(Path(here.run_dir)))
+    assert read_spec(Path(there.run_dir)).package == f"{store}#gpt/1"
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def test_a_run_that_is_interrupted_is_continued_as_if_it_had_not_been(
     assert 5 <= at < STEPS
     resumed = json_of("resume", "a run", cwd=tmp_path)
     assert (resumed["steps"], resumed["restarts"]) == (STEPS, 1)
-    assert losses(read_events(tmp_path / "a run")) == losses(read_events(undisturbed.run_dir))
-    assert checkpoint_bytes(tmp_path / "a run") == checkpoint_bytes(undisturbed.run_dir)
+    assert losses(read_events(tmp_path / "a run")) == losses(read_events(Path(undisturbed.run_dir)))
+    assert checkpoint_bytes(tmp_path / "a run") == checkpoint_bytes(Path(undisturbed.run_dir))
 
 
 @pytest.mark.timeout(400)

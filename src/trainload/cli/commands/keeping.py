@@ -20,6 +20,7 @@ from trainload.core.errors import LostClusterError, RunInterrupted, TrainingErro
 from trainload.core.logs import logged_suppress
 from trainload.core.processes import end_with_parent, interrupt, unignored_handlers
 from trainload.launching.run.run_directory import RUN_FILE, resume_command
+from trainload.launching.run.run_place import place_name
 from trainload.launching.settings.run_settings import RunSettings
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def keep(
         printed = output.read().decode()
     if not printed:
         raise TrainingError(
-            "the run's driver ended without a result", where=str(run_dir), got=_how(status)
+            "the run's driver ended without a result", where=place_name(run_dir), got=_how(status)
         )
     sys.stdout.write(printed)
     return status
@@ -121,7 +122,7 @@ def _keep(
             raise RunInterrupted(
                 "the run's driver was ended as requested, by "
                 + " and ".join(signal.Signals(number).name for number in sorted(signals)),
-                where=str(run_dir),
+                where=place_name(run_dir),
                 hint=hint,
             )
         if state is None and status in (FAILED, WRONG) and not losses:
@@ -129,7 +130,7 @@ def _keep(
         if not has_run:
             raise TrainingError(
                 "the run's driver ended before it had created the run",
-                where=str(run_dir),
+                where=place_name(run_dir),
                 got=_how(status),
             )
         if signals or not (
@@ -142,7 +143,7 @@ def _keep(
         if losses > _MOST_LOSSES:
             raise TrainingError(
                 "the run's driver was lost again",
-                where=str(run_dir),
+                where=place_name(run_dir),
                 expected=f"at most {_MOST_LOSSES} losses in a row without a new checkpoint",
                 got=f"one more, {_how(status)}",
                 hint=f"Continue from the last checkpoint with: {resume_command(run_dir)}",
@@ -179,7 +180,7 @@ def _wait_for_cluster(answers: Callable[[], bool], run_dir: Path) -> None:
         if time.monotonic() > until:
             raise LostClusterError(
                 "the cluster does not respond",
-                where=str(run_dir),
+                where=place_name(run_dir),
                 expected=f"a response within {seconds:g} s",
                 got="none",
                 hint=f"When it responds again, continue with: {resume_command(run_dir)}",

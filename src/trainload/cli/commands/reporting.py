@@ -11,6 +11,8 @@ import click
 from trainload.cli.commands.shared import json_option, out, print_json, show_record, write_text
 from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
+from trainload.core.storage.places import is_url, local_path
+from trainload.launching.run.run_place import place_name, url_of
 
 _FILE = "report.html"
 
@@ -32,29 +34,37 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     network.
     """
     from trainload.launching.run.run_directory import RUN_FILE
+    from trainload.launching.run.working_copy import is_run, viewed
 
-    if "://" in place or "#" in place or (Path(place) / "store.json").is_file():
+    if "#" in place or (
+        not is_run(place) if is_url(place) else (local_path(place) / "store.json").is_file()
+    ):
         _report_store(place, output, as_json)
         return
-    run_dir = Path(place)
-    if not (run_dir / RUN_FILE).exists():
-        raise StorageError(
-            "there is no such run",
-            where=str(run_dir),
-            hint="Pass the folder that was passed to `trainload launch --run-dir`.",
-        )
+    with viewed(place) as files:
+        if not (files.folder / RUN_FILE).exists():
+            raise StorageError(
+                "there is no such run",
+                where=place,
+                hint="Pass what was passed to `trainload launch --run-dir`.",
+            )
+        _report_run(files.folder, output, as_json)
+
+
+def _report_run(run_dir: Path, output: Path | None, as_json: bool) -> None:
+    """Write the page about the run in a folder."""
     began = time.perf_counter()
     page_of, mark = _page()
     from trainload.report.run_folder import read_run
 
-    path = output or run_dir / _FILE
+    path = output or (run_dir / _FILE if url_of(run_dir) is None else Path(_FILE))
     _check_place(path, mark)
     record = read_run(run_dir)
     text: bytes = page_of(record).encode()
     _write(path, text)
     summary = record.history.summary
     result = {
-        "run": run_dir,
+        "run": place_name(run_dir),
         "report": path,
         "bytes": len(text),
         "phase": record.phase,

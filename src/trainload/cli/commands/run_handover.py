@@ -11,6 +11,7 @@ from trainload.cli.commands.keeping import keep
 from trainload.cli.commands.shared import DONE
 from trainload.cli.view import tables as view
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError
+from trainload.launching.run.run_place import place_name
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_directory import RunFolder
@@ -37,7 +38,7 @@ def keep_run(
     """
     from trainload.launching.cluster.connection import answers
 
-    again = [*_driver(run_dir, address, as_json), *others]
+    again = [*_driver(str(run_dir), address, as_json), *others]
     return keep(
         again if launched is None else launched,
         again,
@@ -51,33 +52,33 @@ def detach_run(folder: RunFolder, address: str, as_json: bool, others: Sequence[
     """Submit the driver of a run as a job. `others` are further arguments of `resume`."""
     from trainload.launching.cluster.jobs import submit
 
-    run_dir = folder.run_dir
+    run_dir, place = folder.run_dir, place_name(folder.run_dir)
     # from here on a job may use the folder, even if this process ends
     folder.is_kept = True
     try:
-        job = submit(address, run_dir, [*_driver(run_dir, "auto", as_json=False), *others])
+        job = submit(address, run_dir, [*_driver(place, "auto", as_json=False), *others])
     except LostClusterError:
         raise
     except (ClusterError, TrainingError):  # no job uses it
         folder.is_kept = False
         raise
     if as_json:
-        shared.print_json({"run": run_dir, "job": job, "address": address})
+        shared.print_json({"run": place, "job": job, "address": address})
         return DONE
     shared.out().print(
-        view.table([("run", str(run_dir)), ("job", job), ("watch", f"trainload status {run_dir}")])
+        view.table([("run", place), ("job", job), ("watch", f"trainload status {place}")])
     )
     return DONE
 
 
-def _driver(run_dir: Path, address: str, as_json: bool) -> list[str]:
-    """Return the arguments of the command that drives a run."""
+def _driver(run: str, address: str, as_json: bool) -> list[str]:
+    """Return the arguments of the command that drives a run, in a folder or at a URL."""
     policy = shared.policy()
     options = [] if policy is None else ["--policy", str(policy.absolute())]
     return [
         *options,
         "resume",
-        str(run_dir),
+        run,
         "--address",
         address,
         *(["--json"] if as_json else []),

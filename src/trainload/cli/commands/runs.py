@@ -23,6 +23,7 @@ from trainload.cli.commands.shared import (
     DONE,
     Command,
     CountOf,
+    RunPlace,
     Span,
     err,
     json_option,
@@ -40,6 +41,7 @@ from trainload.launching.run.run_directory import (
     removed_unless_kept,
     resume_command,
 )
+from trainload.launching.run.run_place import place_name, url_of
 from trainload.launching.settings.info import description_of, info_of
 from trainload.launching.settings.parse import GivenSettings, parse_settings
 from trainload.launching.settings.run_settings import BatchSettings, EvaluationSettings, RunSettings
@@ -118,9 +120,9 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 @setting_option("steps")
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=RunPlace(),
     metavar="DIR",
-    help="Folder of the run. Default: in runs/.",
+    help="Folder or URL of the run. Default: in runs/.",
 )
 @click.option("--eval-data", metavar="DATA", help="Held-out data: path or URL.")
 @setting_option("eval_every")
@@ -273,9 +275,9 @@ def launch(
 )
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=RunPlace(),
     metavar="DIR",
-    help="Folder to keep; required with --address.",
+    help="Folder or URL to keep; required with --address.",
 )
 @click.option(
     "--backend",
@@ -497,11 +499,15 @@ def resume(
     as_json: bool,
 ) -> int:
     """Continue a run from its last checkpoint, on the same or another number of workers."""
-    if not run_dir.is_dir():
+    if url_of(run_dir) is not None:
+        from trainload.launching.run.working_copy import RunFiles
+
+        RunFiles(run_dir).update()
+    elif not run_dir.is_dir():
         raise StorageError(
             "there is no such run",
             where=str(run_dir),
-            hint="Pass the folder that was passed to `trainload launch --run-dir`.",
+            hint="Pass what was passed to `trainload launch --run-dir`.",
         )
     _check_ray(backend, address, detach=detach)
     check_supported_torch()
@@ -588,4 +594,6 @@ def _watch(work: Callable[[Callable[[Event], None]], Any], run_dir: Path) -> Any
             if begun
             else "It had not started: launch it again."
         )
-        raise RunInterrupted("the run was interrupted", where=str(run_dir), hint=hint) from None
+        raise RunInterrupted(
+            "the run was interrupted", where=place_name(run_dir), hint=hint
+        ) from None

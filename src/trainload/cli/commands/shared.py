@@ -25,6 +25,7 @@ from rich.progress import (
 from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.formatting import size
+from trainload.core.storage.places import is_url
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -47,8 +48,29 @@ new_package_option = click.option(
     metavar="PKG",
     help="Path of the new package.",
 )
-run_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
 positive = click.IntRange(min=1)
+
+
+class RunPlace(click.ParamType[Path]):
+    """The folder of a run, or its URL.
+
+    The value is the folder; for a URL a working copy without files, which is removed when the
+    command ends.
+    """
+
+    name = "run"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Parse the value of the option."""
+        from trainload.launching.run.working_copy import working_copy
+
+        if not is_url(value):
+            return Path(value)
+        assert ctx is not None, "it is the command's"
+        return ctx.with_resource(working_copy(value))
+
+
+run_argument = click.argument("run_dir", metavar="RUN_DIR", type=RunPlace())
 
 
 class NamedCount(click.ParamType[tuple[str, int | None]]):

@@ -14,11 +14,15 @@ from trainload.cli.view import run_progress as run_view
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import StorageError
+from trainload.core.storage.places import is_url, local_path
+from trainload.launching.run.run_place import place_name, url_of
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
+    from trainload.launching.run.working_copy import RunFiles
 
 _LOOK_SECONDS = 0.2
+_LOOK_SECONDS_AT_URL = 1.0
 
 
 @click.command(short_help="Show a run's status.")
@@ -27,30 +31,25 @@ _LOOK_SECONDS = 0.2
 @json_option
 def status(run_dir: Path, follow: bool, as_json: bool) -> None:
     """Show the status of a run: progress, ranks and recent failures."""
-    state = _follow(run_dir) if follow else _require_state(run_dir)
+    from trainload.launching.run.working_copy import RunFiles
+
+    files = RunFiles(run_dir)
+    state = _follow(files) if follow else _require_state(files)
+    place = place_name(run_dir)
     if as_json:
-        print_json({"run": run_dir, "phase": state.phase, **state.model_dump(mode="json")})
+        print_json({"run": place, "phase": state.phase, **state.model_dump(mode="json")})
         return
-    out().print(view.status_table(str(run_dir), state))
+    out().print(view.status_table(place, state))
     if state.ranks and not state.over:
         out().print(view.ranks_table(state))
 
 
 @click.command(short_help="List runs.")
-@click.argument("folder", metavar="[FOLDER]", type=click.Path(path_type=Path), default=Path("runs"))
+@click.argument("folder", metavar="[FOLDER]", default="runs")
 @json_option
-def runs(folder: Path, as_json: bool) -> None:
-    """List the runs in FOLDER (default: runs/), the latest first."""
-    from trainload.launching.run.run_directory import RUN_FILE
-    from trainload.launching.run.run_state import read_state
-
-    if not folder.is_dir():
-        raise StorageError(
-            "there is no such folder",
-            where=str(folder),
-            hint="Pass the folder that contains the folders of runs.",
-        )
-    listed = [(path.parent, read_state(path.parent)) for path in folder.glob(f"*/{RUN_FILE}")]
+def runs(folder: str, as_json: bool) -> None:
+    """List the runs in FOLDER, or below a URL (default: runs/), the latest first."""
+    listed = _listed(folder)
     listed.sort(key=lambda each: each[1].time if each[1] is not None else 0.0, reverse=True)
     if as_json:
         print_json(
@@ -63,8 +62,27 @@ def runs(folder: Path, as_json: bool) -> None:
     numbers = ("step", "loss", "checkpoint", "failures", "last seen")
     table = Columns(("run", "phase", *numbers), right=numbers)
     for path, state in listed:
-        table.add(path.name, *(view.run_cells(state) if state is not None else ("unknown",)))
+        name = path.rpartition("/")[2]
+        table.add(name, *(view.run_cells(state) if state is not None else ("unknown",)))
     out().print(table)
+
+
+def _listed(folder: str) -> list[tuple[str, RunState | None]]:
+    """Return the place and the last state of each run in a folder or below a URL."""
+    from trainload.launching.run.run_directory import RUN_FILE
+    from trainload.launching.run.run_state import read_state
+    from trainload.launching.run.working_copy import runs_at
+
+    if is_url(folder):
+        return list(runs_at(folder))
+    if not local_path(folder).is_dir():
+        raise StorageError(
+            "there is no such folder",
+            where=folder,
+            hint="Pass the folder that contains the folders of runs.",
+        )
+    found = [path.parent for path in local_path(folder).glob(f"*/{RUN_FILE}")]
+    return [(str(path), read_state(path)) for path in found]
 
 
 @click.command(short_help="Show a run's log.")
@@ -78,10 +96,12 @@ def runs(folder: Path, as_json: bool) -> None:
 def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_json: bool) -> None:
     """Show the events of a run, or the output of one rank. With --json: events as JSON lines."""
     from trainload.launching.run.journal import JOURNAL, LOGS, event_of, log_name
+    from trainload.launching.run.working_copy import RunFiles
 
     if rank is not None and as_json:
         raise click.UsageError("--json cannot be combined with --rank: a rank's output is text.")
-    _require_state(run_dir)
+    files = RunFiles(run_dir, logs=rank is not None)
+    _require_state(files)
     path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
     if rank is not None and not path.exists() and not follow:
         existing_ranks = sorted(
@@ -96,7 +116,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
                 " error. torchrun has --log-dir."
             ),
         )
-    for line in _lines(path, run_dir, follow=follow, last=last):
+    for line in _lines(path, files, follow=follow, last=last):
         event = None if as_json or rank is not None else event_of(line)
         click.echo(line if event is None else view.log_line(event, event.time))
 
@@ -108,73 +128,81 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
 def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
     """Stop a run after a checkpoint of the current step. It can be resumed."""
     from trainload.launching.run.contact import Request
+    from trainload.launching.run.working_copy import RunFiles, request
 
-    state = _require_state(run_dir)
+    files, place = RunFiles(run_dir), place_name(run_dir)
+    state = _require_state(files)
     if not state.alive:
         raise StorageError(
             "the run is not running",
-            where=str(run_dir),
+            where=place,
             got=f"phase {state.phase}",
             hint="There is nothing to stop.",
         )
     try:
-        (run_dir / Request.STOP.file).touch()
+        request(run_dir, Request.STOP)
     except OSError as error:
         raise StorageError(
-            f"the request cannot be written: {error.strerror}", where=str(run_dir)
+            f"the request cannot be written: {error.strerror}", where=place
         ) from error
     if wait:
         err().print(
             "stop requested; the run ends after its current step, with a checkpoint",
             highlight=False,
         )
-        state = _wait_for_end(run_dir)
+        state = _wait_for_end(files)
     if as_json:
-        print_json({"run": run_dir, **_summary_record(state)})
+        print_json({"run": place, **_summary_record(state)})
     elif wait:
-        out().print(view.status_table(str(run_dir), state))
+        out().print(view.status_table(place, state))
 
 
-def _require_state(run_dir: Path) -> RunState:
-    """Return the last state that a run's driver wrote."""
+def _require_state(files: RunFiles) -> RunState:
+    """Return the last state that a run's driver wrote, having read what is new at its URL."""
     from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
-    if not (run_dir / RUN_FILE).exists():
+    files.update()
+    place = place_name(files.folder)
+    if not (files.folder / RUN_FILE).exists():
         raise StorageError(
             "there is no such run",
-            where=str(run_dir),
-            hint="Pass the folder that was passed to `trainload launch --run-dir`.",
+            where=place,
+            hint="Pass what was passed to `trainload launch --run-dir`.",
         )
-    state = read_state(run_dir)
+    state = read_state(files.folder)
+    if state is not None and state.phase == "lost":  # or it has ended since it was read
+        files.update()
+        state = read_state(files.folder)
     if state is None:
         raise StorageError(
             "the run has not reported anything yet",
-            where=str(run_dir),
+            where=place,
             hint="Try again after it has started.",
         )
     return state
 
 
-def _follow(run_dir: Path) -> RunState:
+def _follow(files: RunFiles) -> RunState:
     """Show a run until it has ended. Returns its last state."""
     from trainload.launching.run.journal import Follower
 
-    follower = Follower(run_dir)
-    with run_view.RunView(err(), run_dir, past=follower.new()) as show:
+    _require_state(files)
+    follower = Follower(files.folder)
+    with run_view.RunView(err(), files.folder, past=follower.new()) as show:
         while True:
-            state = _require_state(run_dir)
+            state = _require_state(files)
             for event in follower.new():
                 show(event)
             if not state.alive:
                 return state
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_pause(files))
 
 
-def _wait_for_end(run_dir: Path) -> RunState:
+def _wait_for_end(files: RunFiles) -> RunState:
     """Wait for the end of a run, and return its last state."""
-    while (state := _require_state(run_dir)).alive:
-        time.sleep(_LOOK_SECONDS)
+    while (state := _require_state(files)).alive:
+        time.sleep(_pause(files))
     return state
 
 
@@ -193,13 +221,18 @@ def _summary_record(state: RunState) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path, run_dir: Path, *, follow: bool, last: int | None) -> Iterator[str]:
+def _pause(files: RunFiles) -> float:
+    """Return the seconds between two looks at a run."""
+    return _LOOK_SECONDS if url_of(files.folder) is None else _LOOK_SECONDS_AT_URL
+
+
+def _lines(path: Path, files: RunFiles, *, follow: bool, last: int | None) -> Iterator[str]:
     """Yield the complete lines of a file; with `follow`, also new ones until the run has ended."""
     partial = ""
     at = 0
     first = True
     while True:
-        over = not follow or not _require_state(run_dir).alive
+        over = not follow or not _require_state(files).alive
         if path.exists():
             with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 file.seek(at)
@@ -212,4 +245,4 @@ def _lines(path: Path, run_dir: Path, *, follow: bool, last: int | None) -> Iter
             if partial:
                 yield partial
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_pause(files))

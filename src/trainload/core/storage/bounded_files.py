@@ -22,14 +22,15 @@ T = TypeVar("T")
 
 
 class BoundedFiles:
-    """`StoreFiles` whose calls raise StorageError after `SECONDS`.
+    """`StoreFiles` whose calls raise StorageError after a time.
 
     Args:
         files: the files themselves.
+        seconds: the time. Default: `SECONDS`.
     """
 
-    def __init__(self, files: StoreFiles) -> None:
-        self._files = files
+    def __init__(self, files: StoreFiles, seconds: float | None = None) -> None:
+        self._files, self._seconds = files, seconds
 
     @property
     def url(self) -> str:
@@ -98,7 +99,8 @@ class BoundedFiles:
         self._call(folder, self._files.prune, folder)
 
     def _call(self, path: str, function: Callable[..., T], *arguments: Any) -> T:
-        return within_limit(function, *arguments, where=f"{self.url}/{path}".rstrip("/"))
+        where = f"{self.url}/{path}".rstrip("/")
+        return within_limit(function, *arguments, where=where, seconds=self._seconds)
 
 
 class _BoundedUpload:
@@ -117,13 +119,16 @@ class _BoundedUpload:
         self._files._call(self._path, self._upload.abandon)
 
 
-def within_limit(function: Callable[..., T], *arguments: Any, where: str) -> T:
+def within_limit(
+    function: Callable[..., T], *arguments: Any, where: str, seconds: float | None = None
+) -> T:
     """Call a function in a thread of its own, and return its result.
 
     Raises:
-        StorageError: it has not returned within `SECONDS`; its thread is left running. Otherwise
-            what it raises.
+        StorageError: it has not returned within this time (default: `SECONDS`); its thread is left
+            running. Otherwise what it raises.
     """
+    limit = SECONDS if seconds is None else seconds
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -134,10 +139,10 @@ def within_limit(function: Callable[..., T], *arguments: Any, where: str) -> T:
 
     threading.Thread(target=call, name=f"storage {where}", daemon=True).start()
     try:
-        result, error = results.get(timeout=SECONDS)
+        result, error = results.get(timeout=limit)
     except queue.Empty:
         raise StorageError(
-            "the store does not respond", where=where, expected=f"a response within {SECONDS:g} s"
+            "the store does not respond", where=where, expected=f"a response within {limit:g} s"
         ) from None
     if error is not None:
         raise error

@@ -1,0 +1,200 @@
+"""Working copies of a run at a URL; see `run_place`.
+
+URL/run.json               URL/state.json       URL/stop, URL/checkpoint-now
+URL/events/00000001.jsonl  the journal, in parts (see `core.storage.numbered_parts`)
+URL/logs/rank-00000/00000001.log  the output of a rank, likewise
+URL/driver/                the lease of the driver
+URL/data/, URL/checkpoints/  are read and written there, and not copied
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainload.core.atomic import create_file, replace_file
+from trainload.core.credentials import check_no_credentials
+from trainload.core.errors import StorageError
+from trainload.core.storage.bounded_files import BoundedFiles
+from trainload.core.storage.interface import StoreFiles
+from trainload.core.storage.numbered_parts import NumberedParts
+from trainload.core.storage.open_files import open_files
+from trainload.core.storage.places import Where, is_url, local_path
+from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.run.contact import Request
+from trainload.launching.run.journal import JOURNAL, LOGS
+from trainload.launching.run.run_directory import RUN_FILE
+from trainload.launching.run.run_place import PLACE_FILE, SECONDS, files_of, url_of
+from trainload.launching.run.run_state import STATE_FILE, RunState, parse_state, read_state
+
+EVENTS = "events"
+DATA = "data"
+KEPT_FILE = ".unpublished"
+"""Marks a working copy with records that could not be written to its URL."""
+_LARGE = (".safetensors", ".html")
+"""Suffixes of results, which a copy need not have."""
+_MOST_BYTES = 2**30
+
+
+@contextmanager
+def working_copy(run_dir: Where) -> Iterator[Path]:
+    """Yield the folder of a run: an absolute path, or for a URL a working copy, without files.
+
+    A new copy is removed at the end unless it has records that could not be published. A folder
+    that is a copy is emptied, but for its place.
+
+    Raises:
+        StorageError: the URL contains credentials, or the cache cannot be written.
+    """
+    if not is_url(run_dir):
+        folder = local_path(run_dir).absolute()
+        if url_of(folder) is not None:
+            _empty(folder)  # of a driver that was lost
+        yield folder
+        return
+    url = str(run_dir).rstrip("/")
+    check_no_credentials(url)
+    parent = default_cache_dir() / "runs"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        outer = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
+        folder = outer / url.rpartition("/")[2]
+        folder.mkdir()
+        create_file(folder / PLACE_FILE, url.encode())
+    except OSError as error:
+        raise StorageError(
+            f"there is no place for a working copy of the run: {error.strerror}",
+            where=str(parent),
+            hint="Free some disk space, or choose another cache with TRAINLOAD_CACHE_DIR.",
+        ) from error
+    try:
+        yield folder
+    finally:
+        if not (folder / KEPT_FILE).exists():
+            shutil.rmtree(outer, ignore_errors=True)
+
+
+@contextmanager
+def viewed(run_dir: Where, *, logs: bool = False) -> Iterator[RunFiles]:
+    """Yield a view of a run, for those who read it.
+
+    Args:
+        run_dir: a folder, or a URL.
+        logs: True to show the output of ranks, too.
+
+    Raises:
+        StorageError: the URL cannot be reached.
+    """
+    with working_copy(run_dir) as folder:
+        view = RunFiles(folder, logs=logs)
+        view.update()
+        yield view
+
+
+class RunFiles:
+    """The files of a run, as they were when they were last read from its URL.
+
+    Args:
+        folder: the run's folder, or a working copy that nobody drives.
+        logs: True if the output of ranks is wanted, too.
+
+    Attributes:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: Path, *, logs: bool = False) -> None:
+        self.folder = folder
+        self._files = files_of(folder)
+        self._logs = logs
+        self._parts: dict[str, NumberedParts] = {}
+        self._folders: set[str] = set()
+
+    def update(self) -> None:
+        """Read what has changed. A folder needs nothing.
+
+        Raises:
+            StorageError: the URL cannot be reached.
+        """
+        if self._files is None:
+            return
+        self._copy_files(self._files)
+        self._fetch(self._files, EVENTS, self.folder / JOURNAL)
+        if self._logs:
+            for name in self._files.names(LOGS):
+                (self.folder / LOGS).mkdir(exist_ok=True)
+                self._fetch(self._files, f"{LOGS}/{name}", self.folder / LOGS / f"{name}.log")
+
+    def _copy_files(self, files: StoreFiles) -> None:
+        names = {name for name in files.names("") if not name.endswith(_LARGE)} - self._folders
+        requests = {each.file for each in (Request.CHECKPOINT, Request.STOP)}
+        for name in requests - names:
+            (self.folder / name).unlink(missing_ok=True)
+        for name in sorted(names):
+            content = files.read(name, _MOST_BYTES)
+            if content is None:  # or it was removed meanwhile
+                self._folders |= {name} - requests
+            else:
+                replace_file(self.folder / name, content, durable=False)
+        _order_requests(self.folder)
+
+    def _fetch(self, files: StoreFiles, place: str, path: Path) -> None:
+        if place not in self._parts:
+            self._parts[place] = NumberedParts(files, place, path)
+        self._parts[place].fetch()
+
+
+def _order_requests(folder: Path) -> None:
+    """Make a request newer than the run's state if it was made after that was written."""
+    state = read_state(folder)
+    if state is None:
+        return
+    written = (folder / STATE_FILE).stat().st_mtime_ns
+    for request in (Request.CHECKPOINT, Request.STOP):
+        path = folder / request.file
+        if path.exists():
+            seen = path.read_text(encoding="utf-8")
+            age = 10**9 if seen == repr(state.time) else -(10**9)
+            os.utime(path, ns=(written + age, written + age))
+
+
+def runs_at(url: str) -> Iterator[tuple[str, RunState | None]]:
+    """Yield the URL and the last state of each run directly below a URL.
+
+    Raises:
+        StorageError: it cannot be reached.
+    """
+    files = BoundedFiles(open_files(url), SECONDS)
+    for name in files.names(""):
+        if files.size(f"{name}/{RUN_FILE}") is not None:
+            state = files.read(f"{name}/{STATE_FILE}", _MOST_BYTES)
+            where = f"{files.url}/{name}"
+            yield where, None if state is None else parse_state(state, f"{where}/{STATE_FILE}")
+
+
+def is_run(url: str) -> bool:
+    """Return True if there is a run at a URL. Raises StorageError if it cannot be reached."""
+    return BoundedFiles(open_files(url), SECONDS).size(RUN_FILE) is not None
+
+
+def request(run_dir: Path, wanted: Request) -> None:
+    """Make a request to the driver of a run, which may be on another machine.
+
+    Raises:
+        OSError, StorageError: it cannot be written.
+    """
+    files = files_of(run_dir)
+    if files is None:
+        (run_dir / wanted.file).touch()
+        return
+    state = read_state(run_dir)
+    files.replace(wanted.file, repr(0.0 if state is None else state.time).encode())
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != PLACE_FILE:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

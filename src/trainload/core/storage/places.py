@@ -1,0 +1,21 @@
+"""Places that a user names: paths on this machine, and URLs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+Where: TypeAlias = Path | str
+"""The path of a file or folder, or an fsspec URL."""
+
+
+def is_url(where: Where) -> bool:
+    """Return True for an fsspec URL; False for a path on this machine, also as file://PATH."""
+    return (
+        isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://"))
+    )
+
+
+def local_path(where: Where) -> Path:
+    """Return the path of a place on this machine, without its protocol."""
+    return Path(where.partition("://")[2] if isinstance(where, str) and "://" in where else where)

@@ -1,0 +1,222 @@
+"""Runs whose records are at a URL, on machines that share no folder."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.launch.commands import refused
+from tests.launch.forked import command
+from tests.packaging.places import BUCKET
+from tests.waiting import wait_until
+
+import trainload
+from trainload.cli import main as cli
+from trainload.core.storage.open_files import open_files
+from trainload.launching.data.made_data import Data
+from trainload.launching.run.journal import losses, read_events
+from trainload.launching.run.working_copy import viewed
+from trainload.packaging.package import Package
+
+Capture = pytest.CaptureFixture[str]
+STEPS = 6
+
+
+def launched(tiny: Package, data: Data, place: str | Path, **options: Any) -> Any:
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    return trainload.launch(
+        tiny,
+        plan,
+        data,
+        run_dir=place,
+        compile=False,
+        backend="local",
+        **{"steps": STEPS, "checkpoint_every": 2, **options},
+    )
+
+
+@pytest.fixture
+def url(s3: str) -> str:
+    return f"s3://{BUCKET}/{secrets.token_hex(8)}/runs/first"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a machine that has never seen a run."""
+    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def losses_at(url: str) -> list[float]:
+    with viewed(url) as run:
+        return losses(read_events(run.folder))
+
+
+def told(capsys: Capture, *arguments: str) -> Any:
+    assert cli.run([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_at_a_url_equals_one_in_a_folder(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str
+) -> None:
+    launched(tiny, tiny_data, tmp_path / "run")
+    result = launched(tiny, tiny_data, url)
+    assert losses_at(url) == losses(read_events(tmp_path / "run"))
+    assert (result.run_dir, result.checkpoint) == (url, f"{url}/checkpoints/step-00000006")
+
+
+def test_nothing_of_it_stays_on_the_machine(
+    tiny: Package, tiny_data: Path, machine: Path, url: str
+) -> None:
+    launched(tiny, tiny_data, url)
+    assert list((machine / "runs").iterdir()) == []
+
+
+def test_commands_read_it_from_any_machine(
+    tiny: Package, tiny_data: Path, machine: Path, url: str, capsys: Capture, tmp_path: Path
+) -> None:
+    launched(tiny, tiny_data, url)
+    capsys.readouterr()
+    status = told(capsys, "status", url)
+    assert (status["run"], status["phase"], status["summary"]["step"]) == (url, "ended", STEPS)
+    assert [each["run"] for each in told(capsys, "runs", url.rpartition("/")[0])] == [url]
+    assert cli.run(["logs", url]) == 0
+    assert "checkpoint" in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    assert told(capsys, "report", url, "--output", str(page))["step"] == STEPS
+    assert url in page.read_text()
+
+
+def arguments(package: Package, data: Path, url: str, *more: str) -> list[str | Path]:
+    """Return the command of a run in this process's place, without Ray."""
+    first: list[str | Path] = ["launch", package.path, "--data", data, "--run-dir", url]
+    return [*first, "--backend", "local", "--no-compile", *more]
+
+
+def summary_at(url: str) -> dict[str, Any]:
+    """Return the summary of the run at a URL; {} if there is none yet."""
+    content = open_files(url).read("state.json", 2**20)
+    found: dict[str, Any] = {} if content is None else json.loads(content)["summary"]
+    return found
+
+
+def has_begun(url: str) -> bool:
+    return bool(summary_at(url).get("step"))
+
+
+def test_a_killed_run_is_continued_on_another_machine(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, machine: Path
+) -> None:
+    launched(tiny, tiny_data, tmp_path / "whole", steps=40)
+    more = ["--steps", "40", "--checkpoint-every", "2"]
+    other = str(tmp_path / "other")
+    with command(
+        *arguments(tiny, tiny_data, url, *more), cwd=tmp_path, TRAINLOAD_CACHE_DIR=other
+    ) as driver:
+        wait_until(lambda: (summary_at(url).get("checkpoint") or 0) >= 4)
+        driver.process.kill()
+        driver.wait()
+    result = trainload.resume(url, backend="local")
+    assert result.steps == 40
+    assert losses_at(url) == losses(read_events(tmp_path / "whole"))
+
+
+def test_a_run_is_stopped_from_another_machine(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, capsys: Capture, machine: Path
+) -> None:
+    other = str(tmp_path / "other")
+    more = ["--steps", "1000000"]
+    with command(
+        *arguments(tiny, tiny_data, url, *more), cwd=tmp_path, TRAINLOAD_CACHE_DIR=other
+    ) as driver:
+        wait_until(lambda: has_begun(url))
+        stopped = told(capsys, "stop", url)
+        assert driver.wait() == 1
+        assert f"Continue with: trainload resume {url}" in driver.err
+    assert (stopped["phase"], stopped["run"]) == ("stopped", url)
+    assert stopped["checkpoint"] == stopped["step"] > 0
+    assert open_files(url).size("stop") is None
+
+
+def test_a_run_that_somebody_drives_has_no_second_driver(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, capsys: Capture, machine: Path
+) -> None:
+    other = str(tmp_path / "other")
+    more = ["--steps", "1000000"]
+    with command(
+        *arguments(tiny, tiny_data, url, *more), cwd=tmp_path, TRAINLOAD_CACHE_DIR=other
+    ) as driver:
+        wait_until(lambda: has_begun(url))
+        (tmp_path / "empty").mkdir()
+        said = refused(["resume", url, "--backend", "local"], tmp_path / "empty", capsys)
+        assert f"{url}: the run is already being driven" in said
+        driver.process.terminate()
+        driver.wait()
+
+
+def test_a_url_has_one_run(tiny: Package, tiny_data: Path, url: str) -> None:
+    launched(tiny, tiny_data, url)
+    with pytest.raises(trainload.StorageError, match=f"a run already exists here.*resume {url}"):
+        launched(tiny, tiny_data, url)
+
+
+def test_rows_of_a_function_are_at_the_url(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, machine: Path
+) -> None:
+    def rows() -> Any:
+        with np.load(tiny_data) as columns:
+            return dict(columns)
+
+    launched(tiny, tiny_data, tmp_path / "run")
+    launched(tiny, rows, url)
+    assert losses_at(url) == losses(read_events(tmp_path / "run"))
+    assert open_files(url).size("data/train.arrow") is not None
+
+
+def test_a_launch_that_fails_leaves_no_run(
+    tiny: Package, tiny_data: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no sink")
+
+    monkeypatch.setattr("trainload.launching.api.launch.open_sinks", fail)
+    with pytest.raises(ValueError, match="no sink"):
+        launched(tiny, tiny_data, url)
+    assert open_files(url).names("") == ["driver"]
+
+
+def test_there_is_no_run_at_a_url(url: str, tmp_path: Path, capsys: Capture) -> None:
+    for name in ("status", "logs", "stop", "resume"):
+        assert f"{url}: there is no" in refused([name, url], tmp_path, capsys)
+
+
+def test_a_bucket_that_does_not_exist(
+    tiny: Package, tiny_data: Path, s3: str, machine: Path
+) -> None:
+    with pytest.raises(trainload.StorageError, match=r"NoSuchBucket|does not exist"):
+        launched(tiny, tiny_data, f"s3://none-{secrets.token_hex(8)}/run")
+    assert list((machine / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_a_run_on_ray_survives_its_workers(
+    gpt: Package, gpt_data: Path, tmp_path: Path, url: str
+) -> None:
+    script = Path(__file__).with_name("ray_at_url.py")
+    words = [sys.executable, "-W", "ignore", script, url, gpt.path, gpt_data, "12"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["restarts"] == 1
+    assert 2 <= told["starts"][1] < 12
+    launched(gpt, gpt_data, tmp_path / "alone", steps=12)
+    assert losses_at(url) == pytest.approx(losses(read_events(tmp_path / "alone")), abs=1e-5)
