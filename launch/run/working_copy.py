@@ -13,12 +13,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainload.core.atomic import create_file, replace_file
 from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import StorageError
+from trainload.core.processes import has_ended, this_process
 from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.interface import StoreFiles
 from trainload.core.storage.numbered_parts import NumberedParts
@@ -37,6 +38,7 @@ KEPT_FILE = ".unpublished"
 """Marks a working copy with records that could not be written to its URL."""
 _LARGE = (".safetensors", ".html")
 """Suffixes of results, which a copy need not have."""
+_OWNER_FILE = "owner"
 _MOST_BYTES = 2**30
 
 
@@ -61,9 +63,11 @@ def working_copy(run_dir: Where) -> Iterator[Path]:
     parent = default_cache_dir() / "runs"
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        _remove_orphans(parent)
         outer = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
         folder = outer / url.rpartition("/")[2]
         folder.mkdir()
+        create_file(outer / _OWNER_FILE, this_process().encode())
         create_file(folder / PLACE_FILE, url.encode())
     except OSError as error:
         raise StorageError(
@@ -76,6 +80,15 @@ def working_copy(run_dir: Where) -> Iterator[Path]:
     finally:
         if not (folder / KEPT_FILE).exists():
             shutil.rmtree(outer, ignore_errors=True)
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Remove the copies of processes that were killed, unless they have unpublished records."""
+    for outer in parent.glob("run-*"):
+        with suppress(OSError):  # it is removed at the same time, or is being made
+            owner = (outer / _OWNER_FILE).read_text(encoding="utf-8")
+            if has_ended(owner) and not any(outer.glob(f"*/{KEPT_FILE}")):
+                shutil.rmtree(outer)
 
 
 @contextmanager

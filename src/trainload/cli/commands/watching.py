@@ -109,7 +109,7 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
         )
         raise StorageError(
             f"rank {rank} has printed nothing",
-            where=str(path),
+            where=f"{place_name(run_dir)}/{LOGS}/{log_name(rank)}",
             expected=f"one of {', '.join(map(str, existing_ranks))}" if existing_ranks else "",
             hint=(
                 "Runs on Ray keep all output of their workers, other runs only the traceback of an"
