@@ -35,7 +35,7 @@ from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
 from trainload.launching.run.journal import Event, followed, stream_events
 from trainload.launching.run.opening import frozen_package
 from trainload.launching.run.publication import Publication, publishing_output
-from trainload.launching.run.result import RunResult, check_output, finish
+from trainload.launching.run.result import RunResult, check_output, finish, output_exists
 from trainload.launching.run.run_changes import changed, changes_run
 from trainload.launching.run.run_directory import RunFolder, removed_unless_kept
 from trainload.launching.run.run_spec import (
@@ -221,10 +221,10 @@ def change(run_dir: Path, settings: RunSettings) -> RunSpec:
     check_sink_libraries(spec.sinks)
     package = frozen_package(spec)
     check_rows(check_package(package, spec), spec)
-    if spec.output is not None and Path(spec.output).exists():
+    if output_exists(spec):
         raise StorageError(
             "the run has already written its result, and the changed run would produce another one",
-            where=spec.output,
+            where=str(spec.output),
             hint="Move the result, then resume the run.",
         )
     replace_spec(spec)

@@ -103,7 +103,7 @@ class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
     eval_data: Annotated[Data | None, SkipValidation()] = None
     """Held-out data: evaluated before the first step and after the last one."""
     output: str | Path | None = None
-    """Path of the package with the trained weights."""
+    """Path or URL of the package with the trained weights."""
     plans: Sequence[Plan] = ()
     """Plans of the package for other numbers of ranks, with the same global batch
     (`plans_of_sizes`): the run uses the largest that there are nodes for, at its start and whenever

@@ -1,7 +1,8 @@
 """Fetch packages from a store or registry: once per node, into its cache, for all of its processes.
 
-A release is named STORE#LINE/RELEASE; STORE is a folder or fsspec URL. LINE may be omitted if the
-store has only one, and /RELEASE for the current release. An artifact of a registry is named
+A package that is a plain folder at a URL is named by the URL. A release is named
+STORE#LINE/RELEASE; STORE is a folder or fsspec URL. LINE may be omitted if the store has only one,
+and /RELEASE for the current release. An artifact of a registry is named
 oci://HOST/NAME:TAG, or with @sha256:DIGEST. A run records the immutable name, with the release's
 number or the artifact's digest.
 """
@@ -14,6 +15,7 @@ from filelock import FileLock
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError
+from trainload.core.storage.places import is_url
 from trainload.launching.node.cache import (
     LOCK_SECONDS,
     default_cache_dir,
@@ -26,6 +28,7 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import read_manifest
 from trainload.packaging.stores.oci import pin_oci, pull_oci
+from trainload.packaging.stores.package_at_url import digest_at, fetch_package
 from trainload.packaging.stores.pull import pull
 from trainload.packaging.stores.push import OnProgress, unwatched
 from trainload.packaging.stores.references import is_oci, is_reference, parts_of
@@ -42,6 +45,8 @@ def pinned(reference: str) -> tuple[str, str]:
     """
     if is_oci(reference):
         return pin_oci(reference)
+    if _is_url_alone(reference) and (found := digest_at(reference)) is not None:
+        return reference.rstrip("/"), found
     url, line, number = parts_of(reference)
     store = Store(url)
     name = store.line(line)
@@ -85,6 +90,8 @@ def fetched(
             )
         if is_oci(reference):
             pull_oci(reference, folder, on_progress=on_progress)
+        elif _is_url_alone(reference):
+            fetch_package(reference, folder, on_progress=on_progress)
         else:
             url, line, number = parts_of(reference)
             pull(url, folder, line=line, release=number, on_progress=on_progress)
@@ -95,6 +102,11 @@ def fetched(
             (other for other in root.iterdir() if other.is_dir() and other != folder),
         )
     return folder
+
+
+def _is_url_alone(reference: str) -> bool:
+    """Return True if a reference has no line: it may name a package at a URL."""
+    return is_url(reference) and "#" not in reference
 
 
 def here(name: str | Path, *, on_progress: OnProgress = unwatched) -> tuple[str | None, Path]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import StorageError, TrainingError, TrainloadError
 from trainload.core.paths import check_name
-from trainload.core.storage.places import Where
+from trainload.core.storage.places import Where, is_url
 from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
@@ -27,7 +27,13 @@ from trainload.launching.settings.adapter_weights import merged, write_adapters
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.manifest_records import TrainingEntry
 from trainload.packaging.format.package_paths import MANIFEST
-from trainload.packaging.package import Package, open_package, read_manifest
+from trainload.packaging.package import Package, read_manifest
+from trainload.packaging.stores.package_at_url import (
+    check_writable_url,
+    digest_at,
+    manifest_at,
+    send_package,
+)
 from trainload.packaging.write import with_weights
 
 
@@ -45,7 +51,7 @@ class RunResult:
         seconds: stage -> duration in seconds.
         restarts: number of restarts of the workers.
         checkpoint: folder or URL of the last checkpoint.
-        output: path of the package with the trained weights, if one was requested.
+        output: path or URL of the package with the trained weights, if one was requested.
         output_digest: digest of that package.
 
     Example:
@@ -63,7 +69,7 @@ class RunResult:
     seconds: dict[str, float]
     restarts: int
     checkpoint: Where
-    output: Path | None = None
+    output: Where | None = None
     output_digest: str | None = None
 
 
@@ -97,10 +103,10 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
     adapters = () if adapter_settings is None else adapter_settings.chosen(package.manifest)
     if adapters:
         write_adapters(checkpoint, adapters, spec.folder, mean=mean)
-    trained = None
+    digest = None
     if spec.output is not None:
         tensors = chain(merged(checkpoint, adapters, mean=mean), checkpoint.buffers().items())
-        trained = _write_trained(package, spec, tensors, _training_entry(spec, checkpoint))
+        digest = _write_trained(package, spec, tensors, _training_entry(spec, checkpoint))
     totals = _JournalTotals(stream_events(spec.folder))
     return RunResult(
         run_dir=spec.folder if spec.work_dir is None else spec.run_dir,
@@ -111,8 +117,8 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         seconds={name: round(value, 3) for name, value in totals.seconds.items()},
         restarts=max(0, totals.starts - 1),
         checkpoint=usable.path,
-        output=None if trained is None else trained.path,
-        output_digest=None if trained is None else trained.digest,
+        output=_output_of(spec),
+        output_digest=digest,
     )
 
 
@@ -127,6 +133,12 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
     """
     if spec.output is None:
         return
+    if is_url(spec.output):
+        existing = manifest_at(spec.output)
+        if existing is None or (not new and _parent_of(existing) == spec.digest):
+            check_writable_url(spec.output)
+            return
+        raise _output_exists_error(spec.output)
     check_name(Path(spec.output))
     folder = Path(spec.output).parent
     if not folder.is_dir():
@@ -142,8 +154,25 @@ def check_output(spec: RunSpec, *, new: bool) -> None:
         not new and _parent_digest(Path(spec.output)) == spec.digest
     ):
         return
-    raise StorageError(
-        "it exists already", where=spec.output, hint="Choose another --output, or remove it."
+    raise _output_exists_error(spec.output)
+
+
+def output_exists(spec: RunSpec) -> bool:
+    """Return True if something is where the run's output is to be written."""
+    if spec.output is None:
+        return False
+    return (
+        manifest_at(spec.output) is not None if is_url(spec.output) else Path(spec.output).exists()
+    )
+
+
+def _output_of(spec: RunSpec) -> Where | None:
+    return spec.output if spec.output is None or is_url(spec.output) else Path(spec.output)
+
+
+def _output_exists_error(place: str) -> StorageError:
+    return StorageError(
+        "it exists already", where=place, hint="Choose another --output, or remove it."
     )
 
 
@@ -152,8 +181,15 @@ def _parent_digest(path: Path) -> str | None:
     no package at this path.
     """
     try:
-        return Manifest.from_bytes(read_manifest(path), MANIFEST).parent
+        return _parent_of(read_manifest(path))
     except (OSError, TrainloadError):
+        return None
+
+
+def _parent_of(manifest: bytes) -> str | None:
+    try:
+        return Manifest.from_bytes(manifest, MANIFEST).parent
+    except TrainloadError:
         return None
 
 
@@ -165,30 +201,45 @@ def _training_entry(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
 
 def _write_trained(
     package: Package, spec: RunSpec, tensors: Iterable[tuple[str, Tensor]], training: TrainingEntry
-) -> Package:
-    """Write a run's output.
+) -> str:
+    """Write a run's output, and return its digest.
 
     If the same output exists already, because the run was killed after writing it, it is kept.
 
     Raises:
-        StorageError: something else exists there.
+        StorageError: something else exists there, or it cannot be written.
     """
     assert spec.output is not None, "an output was asked for"
-    output, names = Path(spec.output), spec.overrides.trained(package.manifest)
+    names = spec.overrides.trained(package.manifest)
+
+    def write(path: Path) -> Package:
+        return with_weights(package, path, tensors, training=training, trained=names)
+
+    if is_url(spec.output):
+        # beside the working copy, if there is one, or in the folder of the run
+        with tempfile.TemporaryDirectory(prefix=".output-", dir=spec.folder.parent) as folder:
+            made = write(Path(folder) / "trained.tl")
+            _check_same(digest_at(spec.output), made.digest, spec.output)
+            send_package(made.path, spec.output)
+            return made.digest
+    output = Path(spec.output)
     if not output.exists():
-        return with_weights(package, output, tensors, training=training, trained=names)
+        return write(output).digest
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        again = with_weights(
-            package, Path(folder) / output.name, tensors, training=training, trained=names
+        made = write(Path(folder) / output.name)
+        _check_same(sha256_bytes(read_manifest(output)), made.digest, spec.output)
+        return made.digest
+
+
+def _check_same(existing: str | None, digest: str, where: str) -> None:
+    """Check that an existing output is this one."""
+    if existing not in (None, digest):
+        raise StorageError(
+            "the run's result cannot be written: another file or folder is in its place",
+            where=where,
+            expected=f"nothing, or the package {digest}",
+            hint="Move it, then resume the run.",
         )
-        if sha256_bytes(read_manifest(output)) != again.digest:
-            raise StorageError(
-                "the run's result cannot be written: another file or folder is in its place",
-                where=str(output),
-                expected=f"nothing, or the package {again.digest}",
-                hint="Move it, then resume the run.",
-            )
-    return open_package(output, namespaces=package.namespaces)
 
 
 class _JournalTotals:

@@ -32,7 +32,7 @@ def done(tiny: Package, tiny_data: Path, tmp_path_factory: pytest.TempPathFactor
 def test_a_run_that_was_killed_after_it_wrote_its_result_is_resumed_to_the_same(
     done: RunResult,
 ) -> None:
-    assert done.output is not None
+    assert isinstance(done.output, Path)
     before = {path: path.stat().st_mtime_ns for path in done.output.rglob("*")}
     again = trainload.resume(done.run_dir, backend="local")
     assert (again.output, again.output_digest) == (done.output, done.output_digest)
@@ -40,7 +40,7 @@ def test_a_run_that_was_killed_after_it_wrote_its_result_is_resumed_to_the_same(
 
 
 def test_nothing_is_left_of_the_comparison(done: RunResult) -> None:
-    assert done.output is not None
+    assert isinstance(done.output, Path)
     trainload.resume(done.run_dir, backend="local")
     assert sorted(path.name for path in done.output.parent.iterdir()) == ["out.tl", "run"]
 
@@ -48,7 +48,7 @@ def test_nothing_is_left_of_the_comparison(done: RunResult) -> None:
 def test_another_package_in_the_place_of_the_result_is_refused_before_anything_starts(
     tiny: Package, done: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert done.output is not None
+    assert isinstance(done.output, Path)
     kept = done.output.rename(done.output.with_name("kept.tl"))
     done.output.symlink_to(tiny.path)
     monkeypatch.setattr(
@@ -66,7 +66,7 @@ def test_another_package_in_the_place_of_the_result_is_refused_before_anything_s
 def test_the_result_of_another_run_is_not_taken_for_this_ones(
     tiny: Package, tiny_data: Path, done: RunResult
 ) -> None:
-    assert done.output is not None
+    assert isinstance(done.output, Path)
     kept = done.output.rename(done.output.with_name("kept.tl"))
     plan = trainload.plan(tiny, trainload.Cluster(), "single")
     other = done.output.with_name("other")

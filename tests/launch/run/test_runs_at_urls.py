@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,42 @@ def test_a_bucket_that_does_not_exist(
     assert list((machine / "runs").iterdir()) == []
 
 
+def test_its_output_and_the_next_run_s_package_are_at_urls(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, machine: Path
+) -> None:
+    here = launched(tiny, tiny_data, tmp_path / "run", output=tmp_path / "trained.tl")
+    place = f"{url}-trained.tl"
+    there = launched(tiny, tiny_data, url, output=place)
+    assert (there.output, there.output_digest) == (place, here.output_digest)
+    trained = trainload.open(place)
+    assert trained.source == place
+    launched(trainload.open(tmp_path / "trained.tl"), tiny_data, tmp_path / "next")
+    launched(trained, tiny_data, f"{url}-next")
+    assert losses_at(f"{url}-next") == losses(read_events(tmp_path / "next"))
+
+
+def test_an_output_at_a_url_is_not_replaced(tiny: Package, tiny_data: Path, url: str) -> None:
+    launched(tiny, tiny_data, url, output=f"{url}.tl")
+    with pytest.raises(trainload.StorageError, match=r"\.tl: it exists already"):
+        launched(tiny, tiny_data, f"{url}-again", output=f"{url}.tl")
+
+
+def test_a_package_at_a_url_that_changed_is_not_trained(
+    tiny: Package, tiny_data: Path, url: str, machine: Path
+) -> None:
+    launched(tiny, tiny_data, f"{url}-1", output=f"{url}.tl")
+    launched(tiny, tiny_data, f"{url}-2", output=f"{url}-other.tl", steps=3)
+    package = trainload.open(f"{url}.tl")
+    launched(package, tiny_data, url)
+    shutil.rmtree(machine)
+    files = open_files(f"{url}.tl")
+    other = open_files(f"{url}-other.tl").read("manifest.json", 2**24)
+    assert other is not None
+    files.replace("manifest.json", other)
+    with pytest.raises(trainload.IntegrityError, match="not the package that the run was launched"):
+        trainload.resume(url, backend="local")
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(400)
@@ -212,7 +249,8 @@ def test_a_run_on_ray_survives_its_workers(
     gpt: Package, gpt_data: Path, tmp_path: Path, url: str
 ) -> None:
     script = Path(__file__).with_name("ray_at_url.py")
-    words = [sys.executable, "-W", "ignore", script, url, gpt.path, gpt_data, "12"]
+    words: list[str | Path] = [sys.executable, "-W", "ignore", script, url]
+    words += [gpt.path, gpt_data, "12"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     told = json.loads(ended.stdout.splitlines()[-1])

@@ -128,9 +128,7 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 @setting_option("eval_every")
 @setting_option("checkpoint_every")
 @weights_options
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="PKG", help="Path of the trained package."
-)
+@click.option("--output", metavar="PKG", help="Path or URL of the trained package.")
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option("--no-compile", is_flag=True, hidden=True, help="Run the graphs without Inductor.")
@@ -158,7 +156,7 @@ def launch(
     checkpoint_every: int | None,
     weights_from: str | None,
     partial_weights: bool,
-    output: Path | None,
+    output: str | None,
     backend: Backend,
     address: str | None,
     no_compile: bool,
@@ -224,7 +222,7 @@ def launch(
         "eval_data": eval_data,
         "eval_every": eval_every,
         "checkpoint_every": checkpoint_every,
-        "output": output.absolute() if output is not None else None,
+        "output": output,
         "backend": backend,
         "address": address,
         "compile": not no_compile,
