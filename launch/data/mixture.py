@@ -18,11 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.errors import DataError, MissingDataError
 from trainload.core.reading import reading
-from trainload.core.storage.places import is_url
+from trainload.core.storage.bounded_files import BoundedFiles
+from trainload.core.storage.open_files import open_files
+from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.data.data_files import Source
 
 ENDING = ".json"
 MOST_PARTS = 256
+_MOST_BYTES = 2**24
 
 Constant = bool | int | float | str | None
 
@@ -65,8 +68,8 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     """Return the parts of a mixture, or a single part for any other dataset.
 
     Args:
-        source: path of a mixture, which ends in .json, or a dataset. Relative paths in a mixture
-            are relative to its folder.
+        source: path or URL of a mixture, which ends in .json, or a dataset. Relative paths in a
+            mixture are relative to its folder.
 
     Raises:
         DataError: the mixture does not exist or is invalid, or two parts have the same name.
@@ -74,9 +77,8 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     """
     if not isinstance(source, str | Path) or Path(source).suffix != ENDING:
         return (Part(source, {}, None, ""),)
-    path = Path(source)
-    with reading("the data", path):
-        content = path.read_bytes() if path.is_file() else None
+    path = source
+    content = _read(source)
     if content is None:
         raise MissingDataError(
             "there is no such mixture",
@@ -122,5 +124,19 @@ def parts_of(source: Source) -> tuple[Part, ...]:
     )
 
 
-def _resolve_path(mixture: Path, data: str) -> str:
-    return data if is_url(data) else str(mixture.parent / data)
+def _read(mixture: Where) -> bytes | None:
+    """Return the bytes of a mixture; None if it does not exist."""
+    if is_url(mixture):
+        folder, _, name = str(mixture).rpartition("/")
+        return BoundedFiles(open_files(folder)).read(name, _MOST_BYTES)
+    path = local_path(mixture)
+    with reading("the data", path):
+        return path.read_bytes() if path.is_file() else None
+
+
+def _resolve_path(mixture: Where, data: str) -> str:
+    if is_url(data):
+        return data
+    if is_url(mixture) and not Path(data).is_absolute():
+        return f"{str(mixture).rpartition('/')[0]}/{data}"
+    return str(local_path(mixture).parent / data)

@@ -10,8 +10,8 @@ URL/data/, URL/checkpoints/  are read and written there, and not copied
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,8 +64,9 @@ def working_copy(run_dir: Where) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(parent)
-        outer = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
+        outer = parent / f"run-{secrets.token_hex(8)}"
         folder = outer / url.rpartition("/")[2]
+        outer.mkdir(mode=0o700)
         folder.mkdir()
         create_file(outer / _OWNER_FILE, this_process().encode())
         create_file(folder / PLACE_FILE, url.encode())
@@ -188,23 +189,54 @@ def runs_at(url: str) -> Iterator[tuple[str, RunState | None]]:
             yield where, None if state is None else parse_state(state, f"{where}/{STATE_FILE}")
 
 
-def is_run(url: str) -> bool:
-    """Return True if there is a run at a URL. Raises StorageError if it cannot be reached."""
-    return BoundedFiles(open_files(url), SECONDS).size(RUN_FILE) is not None
+def has_run(run_dir: Where) -> bool:
+    """Return True if there is a run in a folder or at a URL.
+
+    Raises:
+        StorageError: it cannot be reached.
+    """
+    files = _files_at(run_dir)
+    if files is None:
+        return (local_path(run_dir) / RUN_FILE).exists()
+    return files.size(RUN_FILE) is not None
 
 
-def request(run_dir: Path, wanted: Request) -> None:
+def state_at(run_dir: Where) -> RunState | None:
+    """Return the last state of the run in a folder or at a URL; None if there is none.
+
+    Raises:
+        StorageError: the URL cannot be reached.
+    """
+    files = _files_at(run_dir)
+    if files is None:
+        return read_state(local_path(run_dir))
+    content = files.read(STATE_FILE, _MOST_BYTES)
+    return None if content is None else parse_state(content, f"{files.url}/{STATE_FILE}")
+
+
+def request(run_dir: Where, wanted: Request) -> None:
     """Make a request to the driver of a run, which may be on another machine.
+
+    Args:
+        run_dir: its folder, a working copy, or its URL.
+        wanted: the request.
 
     Raises:
         OSError, StorageError: it cannot be written.
     """
-    files = files_of(run_dir)
+    files = _files_at(run_dir)
     if files is None:
-        (run_dir / wanted.file).touch()
+        (local_path(run_dir) / wanted.file).touch()
         return
-    state = read_state(run_dir)
+    state = state_at(run_dir)
     files.replace(wanted.file, repr(0.0 if state is None else state.time).encode())
+
+
+def _files_at(run_dir: Where) -> StoreFiles | None:
+    """Return the files of a run at a URL, named by the URL or a working copy; None for a folder."""
+    if is_url(run_dir):
+        return BoundedFiles(open_files(run_dir), SECONDS)
+    return files_of(local_path(run_dir))
 
 
 def _empty(folder: Path) -> None:

@@ -13,7 +13,8 @@ import yaml
 
 from trainload.cli import main as cli
 from trainload.core.errors import RequestError
-from trainload.retraining.config.config import Config, checked, read_config
+from trainload.retraining.config.config import Config, checked
+from trainload.retraining.config.config_file import read_config
 from trainload.retraining.config.file_template import TEMPLATE
 from trainload.retraining.ticks.checks import check_config
 
@@ -91,7 +92,6 @@ def refused(**changes: Any) -> str:
         ({"train": {"set": {"lr": float("nan")}}}, ["train.set.lr", "got nan"]),
         ({"train": {"steps": True}}, ["train.steps", "got true"]),
         ({"attempts": 21}, ["attempts", "less than or equal to 20", "got 21"]),
-        ({"runs": "s3://bucket/runs"}, ["runs", "not a URL", "got s3://bucket/runs"]),
         (
             {"handover": {"place": "s3://bucket/serving"}},
             ["handover.place", "not a URL", "got s3://bucket/serving"],

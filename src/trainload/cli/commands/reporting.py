@@ -34,10 +34,10 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
     network.
     """
     from trainload.launching.run.run_directory import RUN_FILE
-    from trainload.launching.run.working_copy import is_run, viewed
+    from trainload.launching.run.working_copy import has_run, viewed
 
     if "#" in place or (
-        not is_run(place) if is_url(place) else (local_path(place) / "store.json").is_file()
+        not has_run(place) if is_url(place) else (local_path(place) / "store.json").is_file()
     ):
         _report_store(place, output, as_json)
         return

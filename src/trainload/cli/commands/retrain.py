@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 NOW = "now"
 config_argument = click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+config_or_url_argument = click.argument("file", metavar="FILE")
 
 
 @click.group(short_help="Retrain on new data.")
@@ -83,12 +84,12 @@ def schema(as_json: bool) -> None:
 
 
 @retrain.command(short_help="Check a file.")
-@config_argument
+@config_or_url_argument
 @json_option
-def check(file: Path, as_json: bool) -> None:
+def check(file: str, as_json: bool) -> None:
     """Check FILE: its keys, values and expressions, and that they fit its package and store."""
     check_supported_torch()
-    from trainload.retraining.config.config import read_config
+    from trainload.retraining.config.config_file import read_config
     from trainload.retraining.preflight import check as checked
 
     config = read_config(file)
@@ -101,7 +102,7 @@ def check(file: Path, as_json: bool) -> None:
 
 
 @retrain.command(short_help="Publish builds for its runs.")
-@config_argument
+@config_or_url_argument
 @click.option(
     "--key",
     type=click.Path(path_type=Path),
@@ -110,14 +111,14 @@ def check(file: Path, as_json: bool) -> None:
     help="Sign them with this private key, in PEM.",
 )
 @json_option
-def build(file: Path, key: Path, as_json: bool) -> None:
+def build(file: str, key: Path, as_json: bool) -> None:
     """Compile the graphs for the runs of FILE, compare them, and publish them in its store.
 
     Ticks on machines like this one then compile nothing, if a policy trusts the key's owner
     (build_makers).
     """
     check_supported_torch()
-    from trainload.retraining.config.config import read_config
+    from trainload.retraining.config.config_file import read_config
     from trainload.retraining.retraining_builds import push_builds
 
     config = read_config(file)
@@ -138,19 +139,19 @@ def build(file: Path, key: Path, as_json: bool) -> None:
 
 
 @retrain.command(short_help="Run one scheduled time.")
-@config_argument
+@config_or_url_argument
 @click.option(
     "--at", metavar="TIME", default=NOW, help="Scheduled time, UTC. Default: the last due."
 )
 @json_option
-def tick(file: Path, at: str, as_json: bool) -> int:
+def tick(file: str, at: str, as_json: bool) -> int:
     """Run one scheduled time: data, training, comparison, promotion.
 
     If it is repeated, or run again after it was killed, it continues where it stopped, with the
     same result. If there is no new data, it reports that. Exit status 1: the tick failed.
     """
     check_supported_torch()
-    from trainload.retraining.config.config import read_config
+    from trainload.retraining.config.config_file import read_config
 
     config = read_config(file)
     scheduled = _parse_time(config, at)
@@ -161,14 +162,14 @@ def tick(file: Path, at: str, as_json: bool) -> int:
 
 
 @retrain.command(short_help="Run ticks as they are due.")
-@config_argument
+@config_or_url_argument
 @click.option("--every", metavar="TIME", help="Interval, such as 6h, instead of FILE's.")
 @click.option("--cron", metavar="TEXT", help="Crontab expression, instead of FILE's.")
 @click.option("--zone", metavar="NAME", help="Time zone of --cron. Default: UTC.")
 @click.option("--ticks", type=positive, metavar="N", help="Exit after N ticks.")
 @json_option
 def run(
-    file: Path,
+    file: str,
     every: str | None,
     cron: str | None,
     zone: str | None,
@@ -177,7 +178,8 @@ def run(
 ) -> None:
     """Run ticks as they are due, until SIGTERM or Ctrl-C; a running tick is finished first."""
     check_supported_torch()
-    from trainload.retraining.config.config import checked, read_config
+    from trainload.retraining.config.config import checked
+    from trainload.retraining.config.config_file import read_config
     from trainload.retraining.service import serve
 
     config = read_config(file)
@@ -246,7 +248,7 @@ def manifest(
     """
     from trainload.deploy.kuberay import as_yaml
     from trainload.deploy.schedulers import as_text, cron_job, ray_cron_job, systemd_units
-    from trainload.retraining.config.config import read_config
+    from trainload.retraining.config.config_file import read_config
 
     config = read_config(file)
     _timing(config)
@@ -316,9 +318,9 @@ def manifest(
 
 
 @retrain.command(short_help="Hand over what is current.")
-@config_argument
+@config_or_url_argument
 @json_option
-def handover(file: Path, as_json: bool) -> None:
+def handover(file: str, as_json: bool) -> None:
     """Export the current release for serving, as configured in FILE, for example after `trainload
     rollback`.
 
@@ -327,7 +329,7 @@ def handover(file: Path, as_json: bool) -> None:
     check_supported_torch()
     from trainload.packaging.stores.releases import shown
     from trainload.packaging.stores.store import Store
-    from trainload.retraining.config.config import read_config
+    from trainload.retraining.config.config_file import read_config
 
     config = read_config(file)
     if config.handover is None:

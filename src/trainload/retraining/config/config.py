@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -400,7 +397,7 @@ class Config(_Section):
         line: line of the store's releases.
         package: package that is published as the line's first release if it has none: a folder, or
             STORE#LINE/N.
-        runs: folder for runs, on storage that all nodes share.
+        runs: folder for runs, on storage that all nodes share, or its URL.
         attempts: number of failures after which a tick is given up, at most 20. A tick that is
             killed from outside is begun up to 20 times.
     """
@@ -408,7 +405,7 @@ class Config(_Section):
     store: str
     line: Line
     package: str | None = None
-    runs: Folder = "retraining"
+    runs: str = "retraining"
     data: Data
     evaluation: Evaluation
     train: Train = Train()
@@ -430,43 +427,6 @@ OWN = ("store", "runs", "cluster", "schedule", "lease", "retention", "handover",
 """Keys that each machine reads from its own file only. Commands and folders in records of the store
 are not used, since write access to the store must not imply permission to run commands here.
 """
-
-
-def read_config(path: Path) -> Config:
-    """Read the configuration of a retraining. Relative paths in the file are relative to its
-    folder.
-
-    Raises:
-        RequestError: the file does not exist, is not valid YAML or TOML, or has a key or value that
-            is not allowed; names it and what is allowed.
-    """
-    if not path.is_file():
-        raise RequestError(
-            "there is no such file",
-            where=str(path),
-            hint="Create one with `trainload retrain init FILE`.",
-        )
-    data = path.read_bytes()
-    if len(data) > MOST_BYTES:
-        raise RequestError(
-            "the file is too large for a retraining configuration",
-            where=str(path),
-            expected=f"at most {MOST_BYTES} bytes",
-        )
-    try:
-        raw = tomllib.loads(data.decode()) if path.suffix == ".toml" else yaml.safe_load(data)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        kind = "TOML" if path.suffix == ".toml" else "YAML"
-        raise RequestError(
-            f"this is not valid {kind}: {' '.join(str(error).split())}", where=str(path)
-        ) from error
-    if not isinstance(raw, dict):
-        raise RequestError(
-            "the file does not contain a mapping",
-            where=str(path),
-            expected="keys and values: `trainload retrain init` writes them",
-        )
-    return _resolve_paths(checked(raw, str(path)), path.parent)
 
 
 def checked(raw: Mapping[str, Any], where: str) -> Config:
@@ -545,48 +505,3 @@ def _format_value(value: object) -> str:
         if isinstance(value, (list, tuple))
         else str(value)
     )
-
-
-def _resolve_paths(config: Config, folder: Path) -> Config:
-    """Return the configuration with relative paths resolved against the file's folder."""
-
-    def whole(path: str) -> str:
-        return (
-            path
-            if "://" in path or path.startswith("${")
-            else str((folder / Path(path).expanduser()).absolute())
-        )
-
-    def reference(path: str) -> str:
-        url, sharp, fragment = path.partition("#")
-        return whole(url) + sharp + fragment
-
-    def all_of(paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(whole(each) for each in paths)
-
-    def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(
-            whole(word) if number == 0 and "/" in word else word
-            for number, word in enumerate(words)
-        )
-
-    evaluation, handover, cluster = config.evaluation, config.handover, config.cluster
-    changed: dict[str, Any] = {
-        "store": whole(config.store),
-        "package": None if config.package is None else reference(config.package),
-        "runs": whole(config.runs),
-        "data": config.data.model_copy(update={"files": all_of(config.data.files)}),
-    }
-    if evaluation.files is not None:
-        changed["evaluation"] = evaluation.model_copy(update={"files": all_of(evaluation.files)})
-    if handover is not None:
-        changed["handover"] = handover.model_copy(
-            update={"place": whole(handover.place), "command": command_of(handover.command)}
-        )
-    if config.notify is not None:
-        changed["notify"] = config.notify.model_copy(
-            update={"command": command_of(config.notify.command)}
-        )
-    if cluster.plan is not None:
-        changed["cluster"] = cluster.model_copy(update={"plan": whole(cluster.plan)})
-    return config.model_copy(update=changed)

@@ -18,6 +18,9 @@ from typing import Any
 
 from trainload.core.atomic import replace_link, temporary_beside
 from trainload.core.errors import StorageError, TrainloadError
+from trainload.core.storage.bounded_files import BoundedFiles
+from trainload.core.storage.open_files import open_files
+from trainload.core.storage.places import is_url
 from trainload.packaging.package import Package
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.releases import shown
@@ -129,7 +132,24 @@ def clean_up(
     Raises:
         TrainloadError: a folder cannot be removed, or the store's gc failed.
     """
-    root = Path(config.runs) / config.line
+    if is_url(config.runs):
+        _remove_runs_at(f"{config.runs.rstrip('/')}/{config.line}", config, ticks, kept_tick)
+    else:
+        _remove_runs(Path(config.runs) / config.line, config, ticks, kept_tick)
+    if config.retention.releases is not None:
+        was_current = dict.fromkeys(
+            entry.release for entry in reversed(Store(config.store).history(config.line))
+        )
+        kept_releases = {*list(was_current)[: config.retention.releases], *needed}
+        gc(
+            config.store,
+            keep=1,
+            lines=(config.line,),
+            spared={(config.line, each) for each in kept_releases},
+        )
+
+
+def _remove_runs(root: Path, config: Config, ticks: Sequence[str], kept_tick: str | None) -> None:
     run_names = [name for name in ticks if (root / name).is_dir()]
     try:
         for name in run_names[: -config.retention.runs]:
@@ -146,17 +166,17 @@ def clean_up(
             f"the folder of an old run cannot be removed: {error.strerror or error}",
             where=str(root),
         ) from error
-    if config.retention.releases is not None:
-        was_current = dict.fromkeys(
-            entry.release for entry in reversed(Store(config.store).history(config.line))
-        )
-        kept_releases = {*list(was_current)[: config.retention.releases], *needed}
-        gc(
-            config.store,
-            keep=1,
-            lines=(config.line,),
-            spared={(config.line, each) for each in kept_releases},
-        )
+
+
+def _remove_runs_at(url: str, config: Config, ticks: Sequence[str], kept_tick: str | None) -> None:
+    """Remove old runs at a URL. One that is not removed to its end is removed the next time."""
+    files = BoundedFiles(open_files(url))
+    there = set(files.names(""))
+    run_names = [name for name in ticks if name in there]
+    for name in run_names[: -config.retention.runs]:
+        if name != kept_tick:
+            for file in files.walk(name):
+                files.delete(file.path)
 
 
 def in_words(error: TrainloadError) -> str:

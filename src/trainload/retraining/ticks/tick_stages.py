@@ -34,7 +34,7 @@ from trainload.retraining.ticks.tick import Say, TickContext
 from trainload.retraining.ticks.tick_records import Ended, Evaluated, Scores, Taken, Ticks, Trained
 from trainload.retraining.ticks.training import (
     TickRun,
-    folder_of,
+    place_of,
     plan_of,
     settings_of,
     training_plan,
@@ -110,10 +110,11 @@ class Stages:
         package = self._release(trail.config, trail.pinned.parent)
         ticks = _ticks(trail)
         used_files = files_had(ticks, before=trail.name, since=trail.config.data.window.since)
-        return take(trail.config, trail.scheduled, package, used_files, folder_of(trail))
+        return take(trail.config, trail.scheduled, package, used_files, place_of(trail).folder)
 
     def train(self, trail: TickContext, snapshot: Snapshot) -> dict[str, Any]:
         """Train and publish the challenger (see `Work.train`)."""
+        from trainload.launching.node.fetching import here
         from trainload.packaging.stores.push import push
 
         check_unchanged(snapshot)
@@ -128,7 +129,7 @@ class Stages:
         assert result.output is not None, "a challenger is the run's output"
         began = time.monotonic()
         report = push(
-            result.output,
+            here(result.output)[1],
             config.store,
             line=config.line,
             promote=False,
@@ -146,7 +147,7 @@ class Stages:
         return {
             "release": trail.store.release(config.line, report.release).id,
             "package": report.digest,
-            "run_dir": str(run.folder),
+            "run_dir": str(run.place),
             "checkpoint": str(result.checkpoint),
             "steps": result.steps,
             "first_loss": result.first_loss,
@@ -170,7 +171,7 @@ class Stages:
         The run itself has evaluated both if it started from the champion's weights; its results are
         used if its folder still exists.
         """
-        by_step = _evaluated_by_run(Path(trained.run_dir))
+        by_step = _evaluated_by_run(trained.run_dir)
         challenger = by_step.get(trained.steps) or self._evaluate(trail, snapshot, trained.release)
         champion = by_step.get(0) if trail.config.train.start == "current" else None
         return champion or self._evaluate(trail, snapshot, trail.pinned.parent), challenger
@@ -326,13 +327,15 @@ class Stages:
         """Return the folder of the run that created the parent, whose optimizer state is kept; None
         for a fresh optimizer.
         """
+        from trainload.launching.run.working_copy import has_run
+
         if trail.config.train.optimizer == "fresh":
             return None
         tick = self._creating_tick(trail, trail.pinned.parent)
         trained = None if tick is None else _ticks(trail).read(Trained, tick)
         if trained is None:  # the first release was not created by a run
             return None
-        if not Path(trained.run_dir).exists():
+        if not has_run(trained.run_dir):
             raise StorageError(
                 "the run that produced the current release no longer exists, and neither does its"
                 " optimizer state",
@@ -367,8 +370,9 @@ class Stages:
         # Champion and challenger must be scored in the same precision, the one in which runs of
         # this retraining evaluate.
         overrides = Overrides(precision=settings.overrides.precision)
-        check_evaluable(trail.config, snapshot, folder_of(trail))
-        source = evaluation_source(trail.config, snapshot, folder_of(trail))
+        place = place_of(trail)
+        check_evaluable(trail.config, snapshot, place.folder)
+        source = place.shared(evaluation_source(trail.config, snapshot, place.folder))
         self._say(f"tick {trail.name}: evaluating release {shown(release)}")
         result = evaluate(
             package,
@@ -379,7 +383,7 @@ class Stages:
             address=cluster.address,
             compile=cluster.compile,
             eval_batches=trail.config.evaluation.batches,
-            run_dir=folder_of(trail) / f"evaluation-{shown(release)}-{shown(trail.held.id)}",
+            run_dir=place.run(f"evaluation-{shown(release)}-{shown(trail.held.id)}"),
             **self._run_options,
         )
         return scores(result.loss, result.metrics, result.parts, result.rows)
@@ -435,19 +439,21 @@ def scores(
     return Scores(loss=_finite(loss), metrics=_all_finite(metrics), rows=rows, slices=slices)
 
 
-def _evaluated_by_run(run_dir: Path) -> dict[int, Scores]:
-    """Return step -> scores of a run's evaluations; {} if its folder does not exist any more."""
+def _evaluated_by_run(run: str) -> dict[int, Scores]:
+    """Return step -> scores of the evaluations of a run in a folder or at a URL; {} if it does not
+    exist any more.
+    """
     from trainload.launching.run.journal import stream_events
+    from trainload.launching.run.working_copy import viewed
 
-    if not run_dir.is_dir():
-        return {}
     by_step = {}
-    for event in stream_events(run_dir):
-        if event.kind == "eval":
-            data = event.data
-            by_step[int(data["step"])] = scores(
-                data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0))
-            )
+    with viewed(run) as files:
+        for event in stream_events(files.folder):
+            if event.kind == "eval":
+                data = event.data
+                by_step[int(data["step"])] = scores(
+                    data["loss"], data["metrics"], data.get("parts", {}), int(data.get("rows", 0))
+                )
     return by_step
 
 

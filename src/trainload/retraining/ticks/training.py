@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainload.core.errors import RequestError
+from trainload.core.errors import RequestError, StorageError
 from trainload.core.logs import logged_suppress
-from trainload.core.storage.lease import LeaseLostError
+from trainload.core.storage.places import Where
 from trainload.retraining.config.config import KEYS_ELSEWHERE, Config
 from trainload.retraining.data.snapshot import evaluation_source, train_source
 from trainload.retraining.data.snapshot_records import Snapshot
+from trainload.retraining.data.tick_place import TickPlace
 from trainload.retraining.ticks.tick import Say, TickContext
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ _WATCH_SECONDS = 0.5
 
 
 class TickRun:
-    """The training run of a tick, in a subfolder of the tick's folder. An existing run without a
-    driver is resumed.
+    """The training run of a tick, below the tick's place. An existing run without a driver is
+    resumed.
 
     Args:
         trail: context of the tick.
@@ -45,7 +46,7 @@ class TickRun:
         on_event: called with the events of the run.
 
     Attributes:
-        folder: folder of the run.
+        place: folder or URL of the run.
         first_step: end of its first step by `time.monotonic`; None before.
     """
 
@@ -68,25 +69,26 @@ class TickRun:
         )
         self._say, self._on_event = say, on_event
         self._settings = settings_of(trail.config)
-        self.folder = self._place()
+        self._tick_place = place_of(trail)
+        self.place = self._first_free()
         self.first_step: float | None = None
 
-    def _place(self) -> Path:
-        """Return the first of the tick's run folders without a run, or whose run has no other
+    def _first_free(self) -> Where:
+        """Return the first of the tick's places of runs without a run, or whose run has no other
         driver.
 
         Another driver has lost the lease and will end, so this waits as long as it takes to notice
         the end of a process on another machine.
         """
-        from trainload.launching.run.run_directory import RUN_FILE
-        from trainload.launching.run.run_state import FRESH_SECONDS, read_state
+        from trainload.launching.run.run_state import FRESH_SECONDS
+        from trainload.launching.run.working_copy import has_run, state_at
 
         number, until = 1, time.monotonic() + FRESH_SECONDS + 1
         while True:
-            folder = folder_of(self._trail) / f"run-{number}"
-            state = read_state(folder)
-            if not (folder / RUN_FILE).exists() or state is None or not state.of_another:
-                return folder
+            place = self._tick_place.run(f"run-{number}")
+            state = state_at(place)
+            if not has_run(place) or state is None or not state.of_another:
+                return place
             if time.monotonic() > until:
                 number += 1
             else:
@@ -101,39 +103,38 @@ class TickRun:
                 is not changed.
             TrainloadError: as for `trainload.launch` and `trainload.resume`.
         """
-        with _forward_stop_requests(self._trail, self.folder):
+        with _forward_stop_requests(self._trail, self.place):
             return self._result(optimizer_from)
 
     def _result(self, optimizer_from: str | None) -> RunResult:
         from trainload.launching.api.launch import launch, resume
-        from trainload.launching.run.run_directory import RUN_FILE
+        from trainload.launching.run.working_copy import has_run
 
-        config = self._trail.config
-        place: dict[str, Any] = {
+        config, tick = self._trail.config, self._tick_place
+        cluster: dict[str, Any] = {
             "backend": config.cluster.backend,
             "address": config.cluster.address,
         }
-        if (self.folder / RUN_FILE).exists():
-            self._say(f"tick {self._trail.name}: continuing with {self.folder}")
+        if has_run(self.place):
+            self._say(f"tick {self._trail.name}: continuing with {self.place}")
             return resume(
-                self.folder, on_event=self._handle_event, policy=self._options["policy"], **place
+                self.place, on_event=self._handle_event, policy=self._options["policy"], **cluster
             )
-        folder = folder_of(self._trail)
         return launch(
             self._package,
             self._plan,
-            train_source(config, self._snapshot, folder),
+            tick.shared(train_source(config, self._snapshot, tick.folder)),
             on_event=self._handle_event,
-            run_dir=self.folder,
+            run_dir=self.place,
             steps=self._steps(),
-            eval_data=evaluation_source(config, self._snapshot, folder),
+            eval_data=tick.shared(evaluation_source(config, self._snapshot, tick.folder)),
             eval_batches=config.evaluation.batches,
             checkpoint_every=config.train.checkpoint_every,
-            output=self.folder.with_name(f"{self.folder.name}.tl"),
+            output=f"{self.place}.tl",
             compile=config.cluster.compile,
             overrides=self._settings.overrides,
             optimizer_from=optimizer_from,
-            **place,
+            **cluster,
             **self._options,
             **self._settings.run,
         )
@@ -207,29 +208,31 @@ def plan_of(config: Config, package: Package, batch: Mapping[str, Any]) -> Plan:
     return plan(package, Cluster.model_validate(shape), cluster.strategy, **batch)
 
 
-def folder_of(trail: TickContext) -> Path:
-    """Return the folder for a tick's runs and the data that is written for it."""
-    return Path(trail.config.runs) / trail.line / trail.name
+def place_of(trail: TickContext) -> TickPlace:
+    """Return the place of a tick's runs and of the data that is written for it."""
+    return TickPlace.of(trail.config.runs, trail.line, trail.name)
 
 
 @contextmanager
-def _forward_stop_requests(trail: TickContext, run_dir: Path) -> Iterator[None]:
+def _forward_stop_requests(trail: TickContext, place: Where) -> Iterator[None]:
     """Forward a request to stop the tick to its run within the context; the run stops with a
     checkpoint.
     """
     from trainload.launching.run.contact import Request
+    from trainload.launching.run.working_copy import has_run, request
 
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(_WATCH_SECONDS):
-            if trail.held.asked_to_stop is None or not run_dir.is_dir():
+            if trail.held.asked_to_stop is None:
                 continue
             # after losing the lease, the run may be another process's
             message = "a request to stop was not passed to the run"
-            with logged_suppress(_log, message, LeaseLostError, OSError):
+            with logged_suppress(_log, message, StorageError, OSError):
                 trail.held.check()
-                (run_dir / Request.STOP.file).touch()
+                if has_run(place):
+                    request(place, Request.STOP)
 
     thread = threading.Thread(target=watch, name="retraining", daemon=True)
     thread.start()
