@@ -207,7 +207,7 @@ class RunState(BaseModel):
         if self.over:
             return False
         ended = has_ended(self.process)
-        return time.time() - self.time < FRESH_SECONDS if ended is None else not ended
+        return abs(time.time() - self.time) < FRESH_SECONDS if ended is None else not ended
 
     @property
     def of_another(self) -> bool:

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from tests.waiting import wait_until
 
 import trainload
 from trainload.cli import main as cli
+from trainload.core.atomic import create_file
 from trainload.core.storage.open_files import open_files
 from trainload.launching.data.made_data import Data
+from trainload.launching.run.driver import driving
 from trainload.launching.run.journal import losses, read_events
-from trainload.launching.run.working_copy import viewed
+from trainload.launching.run.publication import Publication
+from trainload.launching.run.working_copy import viewed, working_copy
 from trainload.packaging.package import Package
 
 Capture = pytest.CaptureFixture[str]
@@ -160,6 +164,22 @@ def test_a_run_that_somebody_drives_has_no_second_driver(
         assert f"{url}: the run is already being driven" in said
         driver.process.terminate()
         driver.wait()
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_a_driver_whose_clock_is_wrong_is_no_lost_one(
+    url: str, machine: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    monkeypatch.setattr("trainload.launching.run.run_state.has_ended", lambda process: None)
+    now = time.time
+    with working_copy(url) as folder:
+        create_file(folder / "run.json", b"{}")
+        open_files(url).create("run.json", b"{}")
+        with driving(folder, Publication(folder)):
+            wait_until(lambda: open_files(url).size("state.json") is not None)
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time", lambda: now() + ahead)
+                assert told(capsys, "status", url)["phase"] == "waiting"
 
 
 def test_a_url_has_one_run(tiny: Package, tiny_data: Path, url: str) -> None:

@@ -159,6 +159,7 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
 def _require_state(files: RunFiles) -> RunState:
     """Return the last state that a run's driver wrote, having read what is new at its URL."""
+    from trainload.launching.run.driver import other_driver
     from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
@@ -174,6 +175,9 @@ def _require_state(files: RunFiles) -> RunState:
     if state is not None and state.phase == "lost":  # or it has ended since it was read
         files.update()
         state = read_state(files.folder)
+        if state is not None and state.phase == "lost" and other_driver(files.folder) is not None:
+            # the driver's clock differs from this machine's
+            state = state.model_copy(update={"time": time.time()})
     if state is None:
         raise StorageError(
             "the run has not reported anything yet",
