@@ -129,6 +129,19 @@ def test_pods_have_no_privileges(name: str, capsys: Capture) -> None:
         }
 
 
+def test_without_a_claim_all_places_are_urls(capsys: Capture) -> None:
+    job = written(capsys, *VARIANTS["a job without a volume"])
+    words = shlex.split(job["spec"]["entrypoint"])
+    place = "s3://bucket/jobs"
+    run = f"{place}/runs/gpt"
+    assert words[words.index("drive") + 1] == words[words.index("--run-dir") + 1] == run
+    assert words[words.index("launch") + 1] == f"{place}/gpt.tl"
+    assert words[words.index("--data") + 1] == f"{place}/rows/*.parquet"
+    assert words[words.index("--output") + 1] == f"{place}/trained.tl"
+    for container in containers(job):
+        assert [each["name"] for each in container["volumeMounts"]] == ["shared-memory", "cache"]
+
+
 def test_a_cluster_asks_for_a_token(capsys: Capture) -> None:
     assert cluster(written(capsys, *JOB))["authOptions"] == {"mode": "token"}
 
@@ -145,6 +158,7 @@ def test_a_cluster_asks_for_a_token(capsys: Capture) -> None:
         ((*JOB, "--claim", "shared:/dev/shm"), "--claim: nothing can be mounted there"),
         ((*JOB, "--env", "1X=2"), "--env: this is not the name of an environment variable"),
         ((*JOB, "--kind", "RayCluster"), "--kind RayCluster does not start a run"),
+        ((*JOB, "--store", "s3://bucket/jobs"), "Pass either --claim or --store"),
         (LEAST, "--kind RayJob needs a package and --data"),
         ((*JOB, "--", "--nodes", "2"), "--nodes is an option of this command"),
         ((*JOB, "--", "--detach"), "--detach cannot be used in a cluster's job"),

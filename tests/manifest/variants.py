@@ -55,6 +55,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "a job under a plan": (*JOB, "--workers", "2", "--nodes", "2", "--", "--plan", "plan.json"),
+    "a job without a volume": (
+        *("gpt.tl", "--data", "rows/*.parquet", "--image", "registry.example/trainload:1"),
+        *("--store", "s3://bucket/jobs", "--memory", "16Gi", "--", "--output", "trained.tl"),
+    ),
     "a cluster": ("--kind", "RayCluster", "--name", "shared", *LEAST),
     "a growing cluster": (
         "--kind",

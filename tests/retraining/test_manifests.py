@@ -14,6 +14,7 @@ import yaml
 
 from trainload.cli import main as cli
 from trainload.core.errors import RequestError
+from trainload.core.storage.open_files import open_files
 from trainload.deploy.schedulers import calendar_of, crontab_of
 from trainload.retraining.config.config import Timing
 from trainload.retraining.ticks.tick_times import Cron, schedule_of
@@ -38,6 +39,17 @@ def file(tmp_path: Path, **changes: Any) -> Path:
 def written(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert cli.run(["retrain", "manifest", *map(str, arguments)]) == 0
     return capsys.readouterr().out
+
+
+def test_a_configuration_at_a_url_needs_no_claim(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_files("memory://manifests").replace("retrain.yaml", file(tmp_path).read_bytes())
+    url = "memory://manifests/retrain.yaml"
+    made = yaml.safe_load(written(capsys, "raycronjob", url, *PODS[:2]))
+    job = made["spec"]["jobTemplate"]
+    assert job["entrypoint"].endswith(f"retrain tick {url}")
+    assert "persistentVolumeClaim" not in json.dumps(made)
 
 
 def test_a_cronjob_runs_one_tick_and_never_two(

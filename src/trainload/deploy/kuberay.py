@@ -63,7 +63,7 @@ class Pods:
         devices: number of CPUs or GPUs of each worker for ranks.
         gpu: True if the devices are GPUs.
         memory: memory of each worker, a quantity such as 64Gi.
-        claim: PersistentVolumeClaim that all pods mount.
+        claim: PersistentVolumeClaim that all pods mount; None if their places are URLs.
         mount: path of the mount.
         namespace: namespace; None for kubectl's.
         secrets: Secrets whose entries become environment variables.
@@ -82,7 +82,7 @@ class Pods:
     devices: int
     gpu: bool
     memory: str
-    claim: str
+    claim: str | None
     mount: str = "/trainload"
     namespace: str | None = None
     secrets: tuple[str, ...] = ()
@@ -91,7 +91,8 @@ class Pods:
     ray: str = ""
 
     def __post_init__(self) -> None:
-        check_label(self.claim, "--claim", dots=True)
+        if self.claim is not None:
+            check_label(self.claim, "--claim", dots=True)
         if self.namespace is not None:
             check_label(self.namespace, "--namespace")
         if self.service_account is not None:
@@ -210,7 +211,7 @@ def entrypoint(run_dir: str, options: Sequence[str], before: Sequence[str] = ())
     to try another cluster (cli/commands/driving.py).
 
     Args:
-        run_dir: the run's folder, as a path in the pods.
+        run_dir: the run's folder, as a path in the pods, or its URL.
         options: arguments of `trainload launch`, except --run-dir and --address.
         before: options of `trainload` itself.
     """
@@ -225,7 +226,7 @@ def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
 
     Args:
         pods: its pods.
-        run_dir: the run's folder, as a path in the pods.
+        run_dir: the run's folder, as a path in the pods, or its URL.
         command: command of the job (`entrypoint`).
         retries: number of further clusters that are tried if the job fails.
     """
@@ -348,7 +349,7 @@ def container_of(pods: Pods, name: str, cpus: int, limits: Mapping[str, object])
         "env": _variables(pods),
         "securityContext": _security_context(),
         "volumeMounts": [
-            {"name": "storage", "mountPath": pods.mount},
+            *([] if pods.claim is None else [{"name": "storage", "mountPath": pods.mount}]),
             {"name": "shared-memory", "mountPath": "/dev/shm"},
             {"name": "cache", "mountPath": _CACHE},
         ],
@@ -364,6 +365,7 @@ def pod_of(pods: Pods, container: Json, *, ranks: int, token: bool) -> Json:
     Its shared memory is sized for `ranks` ranks; `token` is True if it uses the Kubernetes API.
     """
     shared_memory = f"{_SHARED_MEMORY_MIB * (1 + ranks)}Mi"
+    claim = {"name": "storage", "persistentVolumeClaim": {"claimName": pods.claim}}
     pod: Json = {
         "automountServiceAccountToken": token,
         "terminationGracePeriodSeconds": GRACE_SECONDS,
@@ -377,7 +379,7 @@ def pod_of(pods: Pods, container: Json, *, ranks: int, token: bool) -> Json:
         },
         "containers": [container],
         "volumes": [
-            {"name": "storage", "persistentVolumeClaim": {"claimName": pods.claim}},
+            *([] if pods.claim is None else [claim]),
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
             {"name": "cache", "emptyDir": {}},
         ],

@@ -17,6 +17,7 @@ from trainload.cli.commands.driving import drive, evict
 from trainload.cli.commands.planning import KINDS
 from trainload.cli.commands.runs import launch
 from trainload.cli.commands.shared import Command, CountOf, Span, json_option, write_text
+from trainload.core.storage.places import is_url
 from trainload.launching.settings.parse import parse_settings
 
 if TYPE_CHECKING:
@@ -75,12 +76,8 @@ manifest.add_command(evict)
 @click.option(
     "--image", required=True, metavar="IMAGE", help="Container image with trainload and Ray."
 )
-@click.option(
-    "--claim",
-    required=True,
-    metavar="NAME[:PATH]",
-    help="Volume claim for runs, packages and data.",
-)
+@click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
+@click.option("--store", metavar="URL", help="Their URL, in place of a claim: s3://bucket/folder.")
 @click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
 @click.option(
     "--workers",
@@ -125,7 +122,8 @@ def kuberay(
     options: tuple[str, ...],
     data: str | None,
     image: str,
-    claim: str,
+    claim: str | None,
+    store: str | None,
     memory: str,
     workers: tuple[int, str],
     nodes: tuple[int, int],
@@ -140,7 +138,7 @@ def kuberay(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Write a run (or a cluster) for KubeRay. Relative paths start at the volume."""
+    """Write a run (or a cluster) for KubeRay. Relative paths start at the volume or URL."""
     from trainload.deploy.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
 
     if kind == "RayCluster" and (
@@ -150,6 +148,8 @@ def kuberay(
             "--kind RayCluster does not start a run: omit the package, --data, --run-dir and launch"
             " options."
         )
+    if (claim is None) == (store is None):
+        raise click.UsageError("Pass either --claim or --store, where all nodes find their files.")
     if kind == "RayJob" and (package is None or data is None):
         raise click.UsageError("--kind RayJob needs a package and --data.")
     pods = pods_of(
@@ -168,7 +168,7 @@ def kuberay(
     if package is None or data is None:
         document = ray_cluster(pods)
     else:
-        place = _make_placer(pods.mount)
+        place = _make_placer(pods.mount if store is None else store)
         folder = place(run_dir or f"runs/{pods.name}")
         launch_arguments = _launch_options(options, place)
         arguments = [
@@ -194,10 +194,12 @@ def _label(package: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", PurePosixPath(package).stem.lower()).strip("-")
 
 
-def pods_of(claim: str, env: Sequence[str], **others: Any) -> Pods:
+def pods_of(claim: str | None, env: Sequence[str], **others: Any) -> Pods:
     """Return pods with the volume and variables of a command; `others` are fields of `Pods`."""
     from trainload.deploy.kuberay import Pods
 
+    if claim is None:
+        return Pods(claim=None, env=_parse_variables(env), **others)
     volume, _, mount = claim.partition(":")
     return Pods(claim=volume, mount=mount or "/trainload", env=_parse_variables(env), **others)
 
@@ -214,16 +216,20 @@ def _parse_variables(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _make_placer(mount: str) -> Callable[[str], str]:
-    """Return a path as the pods see it. URLs and references stay as they are."""
+    """Return a path as the pods see it, in a volume or below a URL. URLs and references stay as
+    they are.
+    """
     from trainload.core.credentials import check_no_credentials
+
+    check_no_credentials(mount)
 
     def place(path: str) -> str:
         check_no_credentials(path)
-        return (
-            path
-            if "://" in path or path.startswith(("${", "python:"))
-            else str(PurePosixPath(mount, path))
-        )
+        if "://" in path or path.startswith(("${", "python:")):
+            return path
+        if not is_url(mount):
+            return str(PurePosixPath(mount, path))
+        return path if path.startswith("/") else f"{mount.rstrip('/')}/{path}"
 
     return place
 

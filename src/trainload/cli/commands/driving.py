@@ -12,7 +12,8 @@ import click
 from trainload.cli.commands import watching
 from trainload.cli.commands.execution import run_group
 from trainload.cli.commands.shared import DONE, FAILED, err, run_argument
-from trainload.core.errors import DivergedError, RunInterrupted
+from trainload.core.errors import DivergedError, RunInterrupted, StorageError
+from trainload.launching.run.run_place import files_of, place_name
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
@@ -32,17 +33,14 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
     The exit status is 0 if another cluster would not help: the run has ended or was stopped. A run
     that has diverged fails and is not retried.
     """
-    from trainload.launching.run.run_directory import RUN_FILE
-    from trainload.launching.run.run_state import read_state
+    from trainload.launching.run.working_copy import has_run, state_at
 
-    _check_converging(read_state(run_dir), run_dir)
-    evicted, began = run_dir / _EVICTED, time.time()
-    evicted.unlink(missing_ok=True)  # left by a head that ended before its driver did
-    resume = ["resume", str(run_dir), "--address", "auto"]
-    status = run_group(
-        context.find_root().command, resume if (run_dir / RUN_FILE).exists() else launched
-    )
-    state = read_state(run_dir)
+    _check_converging(state_at(run_dir), run_dir)
+    evicted, began = _Mark(run_dir), time.time()
+    evicted.remove()  # left by a head that ended before its driver did
+    resume = ["resume", place_name(run_dir), "--address", "auto"]
+    status = run_group(context.find_root().command, resume if has_run(run_dir) else launched)
+    state = state_at(run_dir)
     if (
         status != FAILED
         or evicted.exists()
@@ -50,7 +48,7 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
         or state.time < began
         or not _was_stopped(state)
     ):
-        evicted.unlink(missing_ok=True)
+        evicted.remove()
         return status
     err().print(
         "the run was stopped, so the job is done: submit it again to continue", highlight=False
@@ -66,13 +64,38 @@ def evict(context: click.Context, run_dir: Path) -> None:
 
     For the preStop hook of that pod.
     """
-    from trainload.launching.run.run_state import read_state
+    from trainload.launching.run.working_copy import state_at
 
-    state = read_state(run_dir)
+    state = state_at(run_dir)
     if state is not None and state.alive:
-        with suppress(OSError):  # then the request to stop cannot be written either, which raises
-            (run_dir / _EVICTED).touch()
+        # otherwise the request to stop cannot be written either, which raises
+        with suppress(OSError, StorageError):
+            _Mark(run_dir).make()
     context.invoke(watching.stop, run_dir=run_dir)
+
+
+class _Mark:
+    """The mark of a run that was stopped because its head pod is removed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._files = run_dir / _EVICTED, files_of(run_dir)
+
+    def make(self) -> None:
+        if self._files is None:
+            self._path.touch()
+        else:
+            self._files.replace(_EVICTED, b"1")
+
+    def exists(self) -> bool:
+        if self._files is None:
+            return self._path.exists()
+        return self._files.size(_EVICTED) is not None
+
+    def remove(self) -> None:
+        if self._files is None:
+            self._path.unlink(missing_ok=True)
+        else:
+            self._files.delete(_EVICTED)
 
 
 def _was_stopped(state: RunState) -> bool:
@@ -85,7 +108,7 @@ def _check_converging(state: RunState | None, run_dir: Path) -> None:
     if state is not None and state.over and state.summary.error == DivergedError.__name__:
         raise DivergedError(
             "the run has diverged, and would diverge again",
-            where=str(run_dir),
+            where=place_name(run_dir),
             got=state.summary.message,
             hint=(
                 "Continue with other settings (trainload resume --set), or launch a run in another"

@@ -27,6 +27,7 @@ from trainload.cli.commands.shared import (
 )
 from trainload.cli.view import tables as view
 from trainload.core.errors import RequestError, StorageError
+from trainload.core.storage.places import Where, is_url
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def run(
 
 @retrain.command(short_help="Write what calls ticks.")
 @click.argument("kind", type=click.Choice(["cronjob", "raycronjob", "systemd"]), metavar="KIND")
-@config_argument
+@config_or_url_argument
 @click.option("--image", metavar="IMAGE", help="Container image with trainload and Ray.")
 @click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for FILE, store, runs and data.")
 @click.option("--memory", default="8Gi", metavar="SIZE", help="Memory of each pod. Default: 8Gi.")
@@ -229,7 +230,7 @@ def run(
 @json_option
 def manifest(
     kind: str,
-    file: Path,
+    file: str,
     image: str | None,
     claim: str | None,
     memory: str,
@@ -244,7 +245,7 @@ def manifest(
     """Write a cronjob or raycronjob for Kubernetes, or a systemd timer.
 
     Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes, FILE must be
-    in the claim's volume, under its name.
+    in the claim's volume, under its name, or at a URL; then no claim is needed.
     """
     from trainload.deploy.kuberay import as_yaml
     from trainload.deploy.schedulers import as_text, cron_job, ray_cron_job, systemd_units
@@ -267,8 +268,8 @@ def manifest(
         units = systemd_units(
             name,
             config.schedule,
-            _tick_command(sys.executable, before, file.absolute()),
-            str(file.absolute().parent),
+            _tick_command(sys.executable, before, file if is_url(file) else Path(file).absolute()),
+            str(Path.cwd() if is_url(file) else Path(file).absolute().parent),
         )
         if as_json:
             print_json(units)
@@ -279,8 +280,8 @@ def manifest(
             for unit, text in units.items():
                 write_text(output / unit, text)
         return
-    if image is None or claim is None:
-        raise click.UsageError(f"{kind} needs --image and --claim.")
+    if image is None or (claim is None and not is_url(file)):
+        raise click.UsageError(f"{kind} needs --image, and --claim unless FILE is at a URL.")
     if shared.policy() is not None:
         raise click.UsageError(
             "--policy is a file on this machine: pods find theirs through TRAINLOAD_POLICY (--env),"
@@ -307,7 +308,8 @@ def manifest(
             expected="auto",
             got=str(cluster.address),
         )
-    words = _tick_command("python", shared.program_options(), Path(pods.mount) / file.name)
+    place = file if is_url(file) else Path(pods.mount) / Path(file).name
+    words = _tick_command("python", shared.program_options(), place)
     document = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
     if as_json:
         print_json(document)
@@ -361,7 +363,7 @@ def handover(file: str, as_json: bool) -> None:
         )
 
 
-def _tick_command(python: str, before: Sequence[str], file: Path) -> list[str]:
+def _tick_command(python: str, before: Sequence[str], file: Where) -> list[str]:
     """Return the command line of a tick; `before` are the program's own options."""
     return [python, "-m", "trainload", *before, "retrain", "tick", str(file)]
 
