@@ -18,7 +18,6 @@ from trainload.core.canonical_json import sha256_file
 from trainload.core.errors import ConflictError, StorageError, TrainloadError
 from trainload.core.logs import log_handled
 from trainload.core.storage.interface import Expected, StoreFiles
-from trainload.core.storage.lease import LeaseLostError
 from trainload.core.storage.numbered_parts import NumberedParts
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import JOURNAL, LOGS
@@ -88,7 +87,7 @@ class Publication:
     def wait(self, seconds: float) -> None:
         """Wait until all events so far are published, or for this time."""
         until = time.monotonic() + seconds
-        while not self.is_published() and time.monotonic() < until:
+        while not self.is_published() and not self._is_lost and time.monotonic() < until:
             self.publish()
             if not self.is_published():
                 time.sleep(0.1)
@@ -113,8 +112,8 @@ class Publication:
             self._thread.join()
         until = time.monotonic() + LAST_SECONDS
         while not self.publish(last=True):
-            if isinstance(self._error, LeaseLostError | ConflictError):
-                return  # the run belongs to another process
+            if self._is_lost:
+                return
             if time.monotonic() > until:
                 (self._folder / KEPT_FILE).touch()
                 raise StorageError(
@@ -143,6 +142,11 @@ class Publication:
             self._failing_since = self._error = None
             return True
 
+    @property
+    def _is_lost(self) -> bool:
+        """True if the run belongs to another process."""
+        return isinstance(self._error, ConflictError)
+
     def send_results(self) -> None:
         """Send what was written into the folder after the run.
 
@@ -154,7 +158,7 @@ class Publication:
 
     def _keep_publishing(self) -> None:
         while not self._over.wait(STATE_SECONDS):
-            if not self.publish() and isinstance(self._error, LeaseLostError | ConflictError):
+            if not self.publish() and self._is_lost:
                 return
 
     def _publish(self, files: StoreFiles, *, last: bool) -> None:

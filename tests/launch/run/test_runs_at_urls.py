@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.launch.checkpoint_places import wire_to
 from tests.launch.commands import refused
 from tests.launch.forked import command
 from tests.packaging.places import BUCKET
@@ -24,7 +25,7 @@ from trainload.core.atomic import create_file
 from trainload.core.storage.open_files import open_files
 from trainload.launching.data.made_data import Data
 from trainload.launching.run.driver import driving
-from trainload.launching.run.journal import losses, read_events
+from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.publication import Publication
 from trainload.launching.run.working_copy import viewed, working_copy
 from trainload.packaging.package import Package
@@ -216,6 +217,46 @@ def test_a_launch_that_fails_leaves_no_run(
 def test_there_is_no_run_at_a_url(url: str, tmp_path: Path, capsys: Capture) -> None:
     for name in ("status", "logs", "stop", "resume"):
         assert f"{url}: there is no" in refused([name, url], tmp_path, capsys)
+
+
+def test_a_run_outlives_an_outage_of_its_url(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, s3: str
+) -> None:
+    launched(tiny, tiny_data, tmp_path / "run", steps=60, checkpoint_every=10)
+    with wire_to(s3) as wire:
+
+        def fail(event: Event) -> None:
+            if event.kind == "step" and event.data["step"] == 15:
+                wire.refuse = True
+                wire.cut()
+            elif wire.refused > 3:
+                wire.refuse = False
+
+        launched(tiny, tiny_data, url, steps=60, checkpoint_every=10, on_event=fail)
+    assert losses_at(url) == losses(read_events(tmp_path / "run"))
+    assert summary_at(url)["phase"] == "ended"
+
+
+def test_records_that_cannot_be_published_stay_on_the_machine(
+    tiny: Package,
+    tiny_data: Path,
+    url: str,
+    s3: str,
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainload.launching.run.publication.LAST_SECONDS", 0.0)
+    with wire_to(s3) as wire:
+
+        def fail(event: Event) -> None:
+            if event.kind == "end":
+                wire.refuse = True
+                wire.cut()
+
+        with pytest.raises(trainload.StorageError, match="were not published") as told:
+            launched(tiny, tiny_data, url, on_event=fail)
+    folder = Path(told.value.hint.removeprefix("They are in ").removesuffix("."))
+    assert read_events(folder)[-1].kind == "end"
 
 
 def test_a_bucket_that_does_not_exist(

@@ -40,6 +40,7 @@ class NumberedParts:
         self._suffix = path.suffix
         self._offsets = {0: 0}
         self._last = 0
+        self._unconfirmed = b""
 
     @property
     def size(self) -> int:
@@ -72,6 +73,8 @@ class NumberedParts:
         """
         if not self._path.exists():
             return
+        if self._unconfirmed:
+            self._create(self._unconfirmed)
         with self._path.open("rb") as file:
             while True:
                 file.seek(self.size)
@@ -85,6 +88,8 @@ class NumberedParts:
     def _create(self, data: bytes) -> None:
         number = self._last + 1
         path = self._part_path(number, number)
+        # If its response is lost, the part may exist: it is created again with the same bytes.
+        self._unconfirmed = data
         if not self._files.create(path, data):
             raise ConflictError(
                 "another process writes this file",
@@ -92,6 +97,7 @@ class NumberedParts:
                 expected="no such part",
                 hint="Let one process at a time drive the run.",
             )
+        self._unconfirmed = b""
         self._offsets[number] = self.size + len(data)
         self._last = number
         self._merge()
