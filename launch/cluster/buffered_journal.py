@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class BufferedJournal:
         on_event: called with every event.
         check_driver: raises LeaseLostError if another process drives the run; called before
             anything is written.
-        is_published: returns True if others can read all that was written.
+        published: returns the number of bytes of the journal that others can read.
 
     Attributes:
         written: number of the workers' events that are in the journal, and published.
@@ -36,9 +37,10 @@ class BufferedJournal:
         run_dir: Path,
         on_event: Callable[[Event], None],
         check_driver: CheckDriver = lambda: None,
-        is_published: Callable[[], bool] = lambda: True,
+        published: Callable[[], float] = lambda: float("inf"),
     ) -> None:
-        self._is_published = is_published
+        self._published = published
+        self._in_journal: deque[tuple[int, int]] = deque()
         self._journal = Journal(run_dir)
         self._check_driver = check_driver
         self._run_dir = run_dir
@@ -66,8 +68,11 @@ class BufferedJournal:
         """
         self._unacknowledged += len(events)
         self._append(events)
-        if not self._unwritten and self._unacknowledged and self._is_published():
-            self.written, self._unacknowledged = self.written + self._unacknowledged, 0
+        if self._unacknowledged and not self._unwritten:
+            self._in_journal.append((self._journal.size(), self._unacknowledged))
+            self._unacknowledged = 0
+        while self._in_journal and self._in_journal[0][0] <= self._published():
+            self.written += self._in_journal.popleft()[1]
 
     def keep(self, printed: Mapping[int, str]) -> None:
         """Append the output of ranks to their logs. It is lost if storage fails."""

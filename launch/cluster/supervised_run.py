@@ -110,7 +110,7 @@ class SupervisedRun:
         self.run_dir = spec.folder
         self.publication = publication or Publication(spec.folder)
         self.journal = BufferedJournal(
-            self.run_dir, on_event, check_driver, self.publication.is_published
+            self.run_dir, on_event, check_driver, self.publication.published
         )
         self.inbox = Inbox(cluster.collect, self.run_dir, self.journal, check_driver, clock)
         self.retries = Retries(spec.max_failures, spec.storage_patience, clock)

@@ -132,7 +132,8 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
         if data.sources and not (run_dir / RUN_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(new_folders)
-            if files is not None:
+            # another process may have created the run
+            if files is not None and files.size(RUN_FILE) is None:
                 for name in data.sources:
                     files.delete(made_path(name))
 

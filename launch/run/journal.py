@@ -109,6 +109,12 @@ class Journal:
         """
         self.append([Event(kind, data, time.time())])
 
+    def size(self) -> int:
+        """Return its number of bytes; 0 if it cannot be read."""
+        with suppress(OSError):
+            return self._path.stat().st_size
+        return 0
+
     def append(self, events: list[Event]) -> None:
         """Append events, and remove those that were written from the list.
 

@@ -77,19 +77,22 @@ class Publication:
             self._note_files()
         self._thread.start()
 
-    def is_published(self) -> bool:
-        """Return True if others can read all events that were written so far."""
-        if self._journal is None:
-            return True
+    def written(self) -> int:
+        """Return the number of bytes of the journal."""
         path = self._folder / JOURNAL
-        return not path.exists() or self._journal.size >= path.stat().st_size
+        return path.stat().st_size if path.exists() else 0
+
+    def published(self) -> float:
+        """Return the number of bytes of the journal that others can read; infinity if they can read
+        whatever is written.
+        """
+        return float("inf") if self._journal is None else self._journal.size
 
     def wait(self, seconds: float) -> None:
         """Wait until all events so far are published, or for this time."""
-        until = time.monotonic() + seconds
-        while not self.is_published() and not self._is_lost and time.monotonic() < until:
-            self.publish()
-            if not self.is_published():
+        until, size = time.monotonic() + seconds, self.written()
+        while self.published() < size and not self._is_lost and time.monotonic() < until:
+            if not self.publish():
                 time.sleep(0.1)
 
     @property
@@ -108,17 +111,23 @@ class Publication:
         if self._files is None or self._over.is_set():
             return
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        try:
+            if self._thread.is_alive():
+                self._thread.join()
+            self._publish_last(self._files)
+        except BaseException:
+            (self._folder / KEPT_FILE).touch()
+            raise
+
+    def _publish_last(self, files: StoreFiles) -> None:
         until = time.monotonic() + LAST_SECONDS
         while not self.publish(last=True):
             if self._is_lost:
                 return
             if time.monotonic() > until:
-                (self._folder / KEPT_FILE).touch()
                 raise StorageError(
                     "the last records of the run were not published",
-                    where=self._files.url,
+                    where=files.url,
                     got=str(self._error),
                     hint=f"They are in {self._folder}.",
                 ) from self._error
@@ -163,6 +172,8 @@ class Publication:
 
     def _publish(self, files: StoreFiles, *, last: bool) -> None:
         self._check_driver()
+        # before the events that follow it, which may be the last ones
+        state = self._state_now()
         if self._journal is not None:
             self._journal.publish()
         for path in (self._folder / LOGS).glob("rank-*.log"):
@@ -174,18 +185,17 @@ class Publication:
         if not self._leading:
             self._pass_stop(files)
             return
-        self._publish_state(files)
+        if state != self._state:
+            files.replace(STATE_FILE, state) if state else files.delete(STATE_FILE)
+            self._state = state
         self._pass_requests(files)
         if last or time.monotonic() - self._looked_at > _FILES_SECONDS:
             self._looked_at = time.monotonic()
             self._send_files(files)
 
-    def _publish_state(self, files: StoreFiles) -> None:
+    def _state_now(self) -> bytes:
         path = self._folder / STATE_FILE
-        state = path.read_bytes() if path.exists() else b""
-        if state != self._state:
-            files.replace(STATE_FILE, state) if state else files.delete(STATE_FILE)
-            self._state = state
+        return path.read_bytes() if path.exists() else b""
 
     def _pass_requests(self, files: StoreFiles) -> None:
         """Make the requests here that others have made at the URL, and remove fulfilled ones."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from trainload.core.atomic import create_file, replace_file
 from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import StorageError
+from trainload.core.paths import check_name
 from trainload.core.processes import has_ended, this_process
 from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.interface import StoreFiles
@@ -36,10 +37,12 @@ EVENTS = "events"
 DATA = "data"
 KEPT_FILE = ".unpublished"
 """Marks a working copy with records that could not be written to its URL."""
-_LARGE = (".safetensors", ".html")
-"""Suffixes of results, which a copy need not have."""
+SINK_FILE = "mlflow-run"
+"""A file by which a resumed run finds its run in MLflow."""
+_REQUESTS = frozenset({Request.CHECKPOINT.file, Request.STOP.file})
+_COPIED = frozenset({RUN_FILE, STATE_FILE, SINK_FILE}) | _REQUESTS
 _OWNER_FILE = "owner"
-_MOST_BYTES = 2**30
+_MOST_BYTES = 2**28
 
 
 @contextmanager
@@ -50,16 +53,18 @@ def working_copy(run_dir: Where) -> Iterator[Path]:
     that is a copy is emptied, but for its place.
 
     Raises:
-        StorageError: the URL contains credentials, or the cache cannot be written.
+        StorageError: the URL contains credentials or does not name a folder, the cache cannot be
+            written, or the folder is a copy with records that could not be published.
     """
     if not is_url(run_dir):
         folder = local_path(run_dir).absolute()
         if url_of(folder) is not None:
+            _check_not_kept(folder)
             _empty(folder)  # of a driver that was lost
         yield folder
         return
     url = str(run_dir).rstrip("/")
-    check_no_credentials(url)
+    _check_url(url)
     parent = default_cache_dir() / "runs"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +86,30 @@ def working_copy(run_dir: Where) -> Iterator[Path]:
     finally:
         if not (folder / KEPT_FILE).exists():
             shutil.rmtree(outer, ignore_errors=True)
+
+
+def _check_url(url: str) -> None:
+    check_no_credentials(url)
+    place = url.partition("://")[2]
+    parts = place.split("/")
+    if len(parts) < 2 or not {"", ".", ".."}.isdisjoint(parts) or {"#", "?"} & set(place):
+        raise StorageError(
+            "a run cannot be there",
+            where=url,
+            expected="PROTOCOL://BUCKET/FOLDER, without ., .., # and ?",
+            hint="Name a folder in the bucket, for example s3://bucket/runs/first.",
+        )
+    check_name(Path(parts[-1]))
+
+
+def _check_not_kept(folder: Path) -> None:
+    if (folder / KEPT_FILE).exists():
+        raise StorageError(
+            "this folder has records of a run that were not published",
+            where=str(folder),
+            got=f"a copy of {url_of(folder)}",
+            hint="Name the run by its URL; remove the folder when you do not need it.",
+        )
 
 
 def _remove_orphans(parent: Path) -> None:
@@ -122,10 +151,10 @@ class RunFiles:
 
     def __init__(self, folder: Path, *, logs: bool = False) -> None:
         self.folder = folder
-        self._files = files_of(folder)
+        # what was not published is only there
+        self._files = None if (folder / KEPT_FILE).exists() else files_of(folder)
         self._logs = logs
         self._parts: dict[str, NumberedParts] = {}
-        self._folders: set[str] = set()
 
     def update(self) -> None:
         """Read what has changed. A folder needs nothing.
@@ -136,29 +165,32 @@ class RunFiles:
         if self._files is None:
             return
         self._copy_files(self._files)
-        self._fetch(self._files, EVENTS, self.folder / JOURNAL)
+        journal = self.folder / JOURNAL
+        if self._fetch(self._files, EVENTS, journal).size == 0:
+            # of a run that was copied from a folder, and is not continued yet
+            size = self._files.size(JOURNAL) or 0
+            with journal.open("wb") as file:
+                file.writelines(self._files.receive(JOURNAL, size) if size else ())
         if self._logs:
             for name in self._files.names(LOGS):
                 (self.folder / LOGS).mkdir(exist_ok=True)
                 self._fetch(self._files, f"{LOGS}/{name}", self.folder / LOGS / f"{name}.log")
 
     def _copy_files(self, files: StoreFiles) -> None:
-        names = {name for name in files.names("") if not name.endswith(_LARGE)} - self._folders
-        requests = {each.file for each in (Request.CHECKPOINT, Request.STOP)}
-        for name in requests - names:
+        names = _COPIED & set(files.names(""))
+        for name in _REQUESTS - names:
             (self.folder / name).unlink(missing_ok=True)
         for name in sorted(names):
             content = files.read(name, _MOST_BYTES)
-            if content is None:  # or it was removed meanwhile
-                self._folders |= {name} - requests
-            else:
+            if content is not None:  # or it was removed meanwhile
                 replace_file(self.folder / name, content, durable=False)
         _order_requests(self.folder)
 
-    def _fetch(self, files: StoreFiles, place: str, path: Path) -> None:
+    def _fetch(self, files: StoreFiles, place: str, path: Path) -> NumberedParts:
         if place not in self._parts:
             self._parts[place] = NumberedParts(files, place, path)
         self._parts[place].fetch()
+        return self._parts[place]
 
 
 def _order_requests(folder: Path) -> None:

@@ -13,10 +13,10 @@ from mlflow.exceptions import MlflowException
 
 from trainload.core.errors import StorageError, first_line
 from trainload.launching.run.run_spec import read_spec
+from trainload.launching.run.working_copy import SINK_FILE
 from trainload.launching.sinks.protocol import Outcome
 
 EXPERIMENT = "trainload"
-_RUN_FILE = "mlflow-run"
 _MAX_PER_REQUEST = 500
 """Number of metrics in one request."""
 _MAX_BUFFERED = 100 * _MAX_PER_REQUEST
@@ -38,7 +38,7 @@ class Mlflow:
     def __init__(self, run_dir: Path) -> None:
         self._client = MlflowClient()
         self._waiting: list[Metric] = []
-        run_file = run_dir / _RUN_FILE
+        run_file = run_dir / SINK_FILE
         try:
             if run_file.exists():
                 self._run = run_file.read_text().strip()

@@ -83,3 +83,18 @@ def test_what_ranks_print_is_kept_by_rank(book: BufferedJournal, tmp_path: Path)
     book.keep({3: "three\n"})
     assert (tmp_path / LOGS / log_name(0)).read_text() == "one\n"
     assert (tmp_path / LOGS / log_name(3)).read_text() == "two\nthree\n"
+
+
+def test_events_are_acknowledged_once_others_can_read_them(tmp_path: Path) -> None:
+    published = [0.0]
+    journal = BufferedJournal(tmp_path, lambda event: None, published=lambda: published[0])
+    for number in range(3):
+        journal.take([Event("warning", {"message": str(number)}, 1.0)])
+        published.append((tmp_path / "events.jsonl").stat().st_size)
+    assert journal.written == 0
+    published[0] = published[2]
+    journal.take([])
+    assert journal.written == 2
+    published[0] = published[3]
+    journal.take([Event("warning", {"message": "3"}, 1.0)])
+    assert journal.written == 3

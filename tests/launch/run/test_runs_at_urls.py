@@ -256,7 +256,51 @@ def test_records_that_cannot_be_published_stay_on_the_machine(
         with pytest.raises(trainload.StorageError, match="were not published") as told:
             launched(tiny, tiny_data, url, on_event=fail)
     folder = Path(told.value.hint.removeprefix("They are in ").removesuffix("."))
+    assert cli.run(["logs", str(folder)]) == 0
     assert read_events(folder)[-1].kind == "end"
+    with pytest.raises(trainload.StorageError, match=f"a copy of {url}"):
+        trainload.resume(folder, backend="local")
+
+
+def test_a_run_that_was_copied_from_a_folder_is_continued_at_the_url(
+    tiny: Package, tiny_data: Path, tmp_path: Path, url: str, machine: Path
+) -> None:
+    def stop(event: Event) -> None:
+        if event.kind == "checkpoint":
+            (tmp_path / "run" / "stop").touch()
+
+    with pytest.raises(trainload.RunInterrupted):
+        launched(tiny, tiny_data, tmp_path / "run", steps=1000, checkpoint_every=100, on_event=stop)
+    files = open_files(url)
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file():
+            files.replace(str(path.relative_to(tmp_path / "run")), path.read_bytes())
+    before = losses(read_events(tmp_path / "run"))
+    assert losses_at(url) == before
+    trainload.resume(url, backend="local")
+    after = losses_at(url)
+    assert after[: len(before)] == before
+    assert len(after) == 1000
+
+
+def test_a_url_of_other_things_is_not_fetched(
+    url: str, tmp_path: Path, machine: Path, capsys: Capture
+) -> None:
+    open_files(url).replace("rows.parquet", bytes(2**20))
+    with viewed(url) as run:
+        assert not (run.folder / "rows.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["s3://bucket", "s3://bucket/", "s3://bucket/..", "s3://bucket/a/../b", "s3://bucket/a?b=c"],
+)
+def test_a_place_that_is_no_folder_is_refused(
+    place: str, machine: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert f"{place.rstrip('/')}: a run cannot be there" in refused(
+        ["status", place], tmp_path, capsys
+    )
 
 
 def test_a_bucket_that_does_not_exist(

@@ -64,7 +64,7 @@ class NumberedParts:
         self._offsets = {self._last: 0}
 
     def publish(self) -> None:
-        """Create parts of what was appended to the file. An incomplete line at its end is left.
+        """Create parts of what has been appended to the file so far, but for an incomplete line.
 
         Raises:
             ConflictError: another writer has created the next part.
@@ -76,9 +76,10 @@ class NumberedParts:
         if self._unconfirmed:
             self._create(self._unconfirmed)
         with self._path.open("rb") as file:
-            while True:
+            end = os.fstat(file.fileno()).st_size
+            while self.size < end:
                 file.seek(self.size)
-                data = file.read(_LARGEST)
+                data = file.read(min(_LARGEST, end - self.size))
                 if len(data) < _LARGEST:
                     data = data[: data.rfind(b"\n") + 1]
                 if not data:
