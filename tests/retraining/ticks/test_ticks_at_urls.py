@@ -117,6 +117,7 @@ def has_checkpoint(run: str) -> bool:
     return state is not None and state.summary.checkpoint is not None
 
 
+@pytest.mark.slow
 def test_a_tick_that_was_killed_is_continued_on_another_machine(
     lived: Config, small: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
