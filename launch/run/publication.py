@@ -92,7 +92,7 @@ class Publication:
         """Wait until all events so far are published, or for this time."""
         until, size = time.monotonic() + seconds, self.written()
         while self.published() < size and not self._is_lost and time.monotonic() < until:
-            if not self.publish():
+            if not self.publish() or self.published() < size:
                 time.sleep(0.1)
 
     @property

@@ -42,6 +42,7 @@ SINK_FILE = "mlflow-run"
 _REQUESTS = frozenset({Request.CHECKPOINT.file, Request.STOP.file})
 _COPIED = frozenset({RUN_FILE, STATE_FILE, SINK_FILE}) | _REQUESTS
 _OWNER_FILE = "owner"
+"""Beside a working copy: the id of the process that made it."""
 _MOST_BYTES = 2**28
 
 
@@ -60,7 +61,8 @@ def working_copy(run_dir: Where) -> Iterator[Path]:
         folder = local_path(run_dir).absolute()
         if url_of(folder) is not None:
             _check_not_kept(folder)
-            _empty(folder)  # of a driver that was lost
+            if (folder.parent / _OWNER_FILE).is_file():
+                _empty(folder)  # of a driver that was lost
         yield folder
         return
     url = str(run_dir).rstrip("/")
