@@ -9,10 +9,10 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from trainload.core.errors import StorageError
-from trainload.core.reading import reading
 from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.interface import StoreFiles
 from trainload.core.storage.open_files import open_files
@@ -23,10 +23,12 @@ SECONDS = 20.0
 
 
 def url_of(run_dir: Path) -> str | None:
-    """Return the URL of the run of which a folder is a working copy; None for any other folder."""
-    path = run_dir / PLACE_FILE
-    with reading("it", path):
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+    """Return the URL of the run of which a folder is a working copy; None for any other folder,
+    also one that cannot be read: whoever reads its other files says so.
+    """
+    with suppress(OSError):
+        return (run_dir / PLACE_FILE).read_text(encoding="utf-8")
+    return None
 
 
 def place_name(run_dir: Path) -> str:
