@@ -77,7 +77,7 @@ manifest.add_command(evict)
     "--image", required=True, metavar="IMAGE", help="Container image with trainload and Ray."
 )
 @click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
-@click.option("--store", metavar="URL", help="Their URL, in place of a claim: s3://bucket/folder.")
+@click.option("--store", metavar="URL", help="A URL in place of the claim.")
 @click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
 @click.option(
     "--workers",
@@ -138,7 +138,7 @@ def kuberay(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Write a run (or a cluster) for KubeRay. Relative paths start at the volume or URL."""
+    """Write a run or a cluster for KubeRay. Relative paths start at its storage."""
     from trainload.deploy.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
 
     if kind == "RayCluster" and (
