@@ -7,6 +7,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -229,8 +230,11 @@ def test_a_run_outlives_an_outage_of_its_url(
             if event.kind == "step" and event.data["step"] == 15:
                 wire.refuse = True
                 wire.cut()
-            elif wire.refused > 3:
-                wire.refuse = False
+                threading.Thread(target=recover, daemon=True).start()
+
+        def recover() -> None:
+            wait_until(lambda: wire.refused > 3)
+            wire.refuse = False
 
         launched(tiny, tiny_data, url, steps=60, checkpoint_every=10, on_event=fail)
     assert losses_at(url) == losses(read_events(tmp_path / "run"))
