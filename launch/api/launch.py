@@ -113,7 +113,7 @@ def prepare(package: Package, plan: Plan, data: Data, request: RunRequest) -> Wh
     """
     with checked(package, plan, data, request) as run:
         write_spec(run.spec)
-        return run.spec.folder if run.spec.work_dir is None else run.spec.run_dir
+        return run.spec.place
 
 
 class ResumeRequest(RunSettings, ExecutionOptions):

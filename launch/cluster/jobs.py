@@ -14,8 +14,7 @@ from typing import Any
 from trainload.core.errors import ClusterError, LostClusterError, TrainingError, first_line
 from trainload.launching.cluster.connection import check_listener, present_token, token_error
 from trainload.launching.run.run_place import place_name
-from trainload.launching.run.run_state import RunState, read_state
-from trainload.launching.run.working_copy import RunFiles
+from trainload.launching.run.working_copy import state_at
 
 _BEGIN_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
@@ -41,8 +40,7 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
         TrainingError: the job ended before the driver started; the error has its last output line.
     """
     client = _client(address)
-    view = RunFiles(run_dir)
-    before = _state_now(view)
+    before = state_at(run_dir)
     name = f"trainload-{run_dir.name}"
     try:
         name = _unused_name(client, name)
@@ -76,9 +74,9 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             ),
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
-    while time.monotonic() < until and _state_now(view) == before:
+    while time.monotonic() < until and state_at(run_dir) == before:
         last = _last_output_line(client, name)
-        if last is not None and _state_now(view) == before:
+        if last is not None and state_at(run_dir) == before:
             raise TrainingError(
                 "the driver ended before it started the run",
                 where=f"{address}, job {name}",
@@ -86,11 +84,6 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             )
         time.sleep(_LOOK_SECONDS)
     return name
-
-
-def _state_now(view: RunFiles) -> RunState | None:
-    view.update()
-    return read_state(view.folder)
 
 
 def _unused_name(client: Any, name: str) -> str:

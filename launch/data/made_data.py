@@ -20,10 +20,9 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
-from trainload.core.canonical_json import sha256_file
 from trainload.core.credentials import resolve
 from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
-from trainload.core.storage.interface import Expected, StoreFiles
+from trainload.core.storage.interface import StoreFiles, send_file
 from trainload.core.user_code import describe, load_module, user_line
 from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.run.run_directory import RUN_FILE, missing_folders, remove_empty
@@ -141,9 +140,7 @@ def written(data: InFiles, run_dir: Path) -> Iterator[None]:
 def _send(files: StoreFiles, run_dir: Path, names: Iterable[Name]) -> None:
     """Send data from a working copy to the URL of its run, where all nodes read it."""
     for name in names:
-        path = made_file(run_dir, name)
-        expected = Expected(path.stat().st_size, sha256_file(path))
-        files.send(made_path(name), path, expected, lambda count: None)
+        send_file(files, made_path(name), made_file(run_dir, name))
 
 
 def _check_path(data: Data) -> str | Path:

@@ -18,9 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.errors import DataError, MissingDataError
 from trainload.core.reading import reading
-from trainload.core.storage.bounded_files import BoundedFiles
-from trainload.core.storage.open_files import open_files
-from trainload.core.storage.places import Where, is_url, local_path
+from trainload.core.storage.open_files import open_bounded
+from trainload.core.storage.places import Where, is_url, local_path, split_url
 from trainload.launching.data.data_files import Source
 
 ENDING = ".json"
@@ -127,8 +126,8 @@ def parts_of(source: Source) -> tuple[Part, ...]:
 def _read(mixture: Where) -> bytes | None:
     """Return the bytes of a mixture; None if it does not exist."""
     if is_url(mixture):
-        folder, _, name = str(mixture).rpartition("/")
-        return BoundedFiles(open_files(folder)).read(name, _MOST_BYTES)
+        folder, name = split_url(str(mixture))
+        return open_bounded(folder).read(name, _MOST_BYTES)
     path = local_path(mixture)
     with reading("the data", path):
         return path.read_bytes() if path.is_file() else None
@@ -138,5 +137,5 @@ def _resolve_path(mixture: Where, data: str) -> str:
     if is_url(data):
         return data
     if is_url(mixture) and not Path(data).is_absolute():
-        return f"{str(mixture).rpartition('/')[0]}/{data}"
+        return f"{split_url(str(mixture))[0]}/{data}"
     return str(local_path(mixture).parent / data)

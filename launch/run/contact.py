@@ -45,6 +45,8 @@ class Request(IntEnum):
 
 
 _FILES = {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}
+REQUESTS = tuple(_FILES)
+"""Requests that have a file."""
 
 
 def asked_by_file(run_dir: Path) -> Request:

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
-from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
-from trainload.launching.run.run_place import files_of, place_name, url_of
+from trainload.launching.run.run_place import place_name, record_files, url_of
 from trainload.launching.run.run_state import (
     FRESH_SECONDS,
     STATE_FILE,
@@ -84,7 +83,7 @@ def driving(run_dir: Path, records: Records | None = None) -> Iterator[CheckDriv
             run begins or at its end.
     """
     lease = _claim_lease(run_dir)
-    check = _check_nothing if lease is None else lease.check
+    check = check_nothing if lease is None else lease.check
     before = read_state(run_dir)
     written = None
     with logged_suppress(_log, f"the state of {run_dir} was not written", OSError):
@@ -148,11 +147,17 @@ def _restore_state(run_dir: Path, before: RunState | None) -> None:
 
 def _leases(run_dir: Path) -> Leases[LeaseRecord]:
     hint = "Another process is driving the run: watch it with `trainload status`."
-    files = files_of(run_dir) or FolderFiles(run_dir)
-    return Leases(files, FOLDER, where=place_name(run_dir), kinds=PLAIN, hint=hint, regains=True)
+    return Leases(
+        record_files(run_dir),
+        FOLDER,
+        where=place_name(run_dir),
+        kinds=PLAIN,
+        hint=hint,
+        regains=True,
+    )
 
 
-def _check_nothing() -> None:
+def check_nothing() -> None:
     """Stand in for the check of a lease that could not be taken."""
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainload.core.canonical_json import sha256_file
 from trainload.core.errors import ConflictError, StorageError, TrainloadError
 from trainload.core.logs import log_handled
-from trainload.core.storage.interface import Expected, StoreFiles
+from trainload.core.storage.interface import StoreFiles, send_file
 from trainload.core.storage.numbered_parts import NumberedParts
-from trainload.launching.run.contact import Request
-from trainload.launching.run.journal import JOURNAL, LOGS
+from trainload.launching.run.contact import REQUESTS, Request
+from trainload.launching.run.driver import CheckDriver, check_nothing
+from trainload.launching.run.journal import JOURNAL, LOGS, Journal
 from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_place import files_of
 from trainload.launching.run.run_state import STATE_FILE, STATE_SECONDS
@@ -32,7 +32,6 @@ _FILES_SECONDS = 60.0
 """Interval between two looks for other files, such as those of TensorBoard."""
 LAST_SECONDS = 60.0
 """Time in which the last records of a run must be published."""
-_REQUESTS = (Request.CHECKPOINT, Request.STOP)
 
 
 class Publication:
@@ -48,7 +47,7 @@ class Publication:
     def __init__(self, folder: Path, *, leading: bool = True) -> None:
         self._folder, self._leading = folder, leading
         self._files = files_of(folder)
-        self._check_driver: Callable[[], None] = _check_nothing
+        self._check_driver: CheckDriver = check_nothing
         self._journal: NumberedParts | None = None
         self._logs: dict[str, NumberedParts] = {}
         self._state = b""
@@ -61,7 +60,7 @@ class Publication:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._keep_publishing, name="records", daemon=True)
 
-    def begin(self, check_driver: Callable[[], None]) -> None:
+    def begin(self, check_driver: CheckDriver) -> None:
         """Begin to publish, if the folder is a working copy.
 
         Args:
@@ -73,14 +72,9 @@ class Publication:
         self._check_driver = check_driver
         if self._leading:
             self._journal = self._known_journal(self._files)
-            self._requests = {each for each in _REQUESTS if (self._folder / each.file).exists()}
+            self._requests = {each for each in REQUESTS if (self._folder / each.file).exists()}
             self._note_files()
         self._thread.start()
-
-    def written(self) -> int:
-        """Return the number of bytes of the journal."""
-        path = self._folder / JOURNAL
-        return path.stat().st_size if path.exists() else 0
 
     def published(self) -> float:
         """Return the number of bytes of the journal that others can read; infinity if they can read
@@ -90,7 +84,7 @@ class Publication:
 
     def wait(self, seconds: float) -> None:
         """Wait until all events so far are published, or for this time."""
-        until, size = time.monotonic() + seconds, self.written()
+        until, size = time.monotonic() + seconds, Journal(self._folder).size()
         while self.published() < size and not self._is_lost and time.monotonic() < until:
             if not self.publish() or self.published() < size:
                 time.sleep(0.1)
@@ -200,7 +194,7 @@ class Publication:
     def _pass_requests(self, files: StoreFiles) -> None:
         """Make the requests here that others have made at the URL, and remove fulfilled ones."""
         names = files.names("")
-        for each in _REQUESTS:
+        for each in REQUESTS:
             path = self._folder / each.file
             if each in self._requests and not path.exists():
                 files.delete(each.file)
@@ -230,13 +224,12 @@ class Publication:
             local = self._folder / path
             mark = _mark(local)
             if self._sent.get(path) != mark:
-                digest, size = sha256_file(local), local.stat().st_size
-                files.send(path, local, Expected(size, digest), lambda count: None)
+                send_file(files, path, local)
                 self._sent[path] = mark
 
     def _other_files(self) -> list[str]:
         """Return the files that are sent whole: results, and those of sinks."""
-        own = {JOURNAL, STATE_FILE, RUN_FILE, *(each.file for each in _REQUESTS)}
+        own = {JOURNAL, STATE_FILE, RUN_FILE, *(each.file for each in REQUESTS)}
         found = []
         for path in self._folder.rglob("*"):
             inner = path.relative_to(self._folder)
@@ -252,7 +245,7 @@ def publishing_output(folder: Path) -> Iterator[Publication]:
     the run.
     """
     publication = Publication(folder, leading=False)
-    publication.begin(_check_nothing)
+    publication.begin(check_nothing)
     try:
         yield publication
     finally:
@@ -266,7 +259,3 @@ def _mark(path: Path) -> tuple[int, int]:
 
 def _as_storage(error: OSError) -> StorageError:
     return StorageError(f"the working copy of the run cannot be read: {error}")
-
-
-def _check_nothing() -> None:
-    """Stand in for the check of the lease before it is taken."""

@@ -109,7 +109,7 @@ def finish(spec: RunSpec, package: Package) -> RunResult:
         digest = _write_trained(package, spec, tensors, _training_entry(spec, checkpoint))
     totals = _JournalTotals(stream_events(spec.folder))
     return RunResult(
-        run_dir=spec.folder if spec.work_dir is None else spec.run_dir,
+        run_dir=spec.place,
         steps=checkpoint.index.step,
         first_loss=totals.first[1],
         last_loss=totals.last[1],

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainload.core.errors import StorageError
-from trainload.core.storage.bounded_files import BoundedFiles
+from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.interface import StoreFiles
-from trainload.core.storage.open_files import open_files
+from trainload.core.storage.open_files import open_bounded
 
 PLACE_FILE = ".place"
 SECONDS = 20.0
@@ -44,7 +44,14 @@ def files_of(run_dir: Path) -> StoreFiles | None:
         StorageError: the URL's library is not installed.
     """
     url = url_of(run_dir)
-    return None if url is None else BoundedFiles(open_files(url), SECONDS)
+    return None if url is None else open_bounded(url, SECONDS)
+
+
+def record_files(run_dir: Path) -> StoreFiles:
+    """Return the files of a run's records: in its folder, or at its URL for a working copy. The
+    errors are those of `files_of`.
+    """
+    return files_of(run_dir) or FolderFiles(run_dir)
 
 
 def check_can_be_owned(files: StoreFiles) -> None:

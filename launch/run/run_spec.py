@@ -14,6 +14,7 @@ from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import PackageError, StorageError, first_line
 from trainload.core.paths import check_name
 from trainload.core.reading import reading
+from trainload.core.storage.places import Where
 from trainload.core.writable_folder import check_writable_folder
 from trainload.launching.checkpoints.retention import Retention
 from trainload.launching.run.given_weights import GivenWeights
@@ -112,6 +113,11 @@ class RunSpec(RunSettings):
         return Path(self.work_dir or self.run_dir)
 
     @property
+    def place(self) -> Where:
+        """Its folder, or its URL."""
+        return self.folder if self.work_dir is None else self.run_dir
+
+    @property
     def evaluates(self) -> bool:
         """True if the run has held-out data."""
         return self.eval_data is not None
@@ -165,7 +171,7 @@ def _run_exists_error(run_dir: Path) -> StorageError:
     return StorageError(
         "a run already exists here",
         where=place_name(run_dir),
-        hint=(f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir."),
+        hint=f"Continue it with `{resume_command(run_dir)}`, or choose another --run-dir.",
     )
 
 

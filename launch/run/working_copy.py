@@ -21,13 +21,12 @@ from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import StorageError
 from trainload.core.paths import check_name
 from trainload.core.processes import has_ended, this_process
-from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.interface import StoreFiles
 from trainload.core.storage.numbered_parts import NumberedParts
-from trainload.core.storage.open_files import open_files
+from trainload.core.storage.open_files import open_bounded
 from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import REQUESTS, Request
 from trainload.launching.run.journal import JOURNAL, LOGS
 from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_place import PLACE_FILE, SECONDS, files_of, url_of
@@ -39,7 +38,7 @@ KEPT_FILE = ".unpublished"
 """Marks a working copy with records that could not be written to its URL."""
 SINK_FILE = "mlflow-run"
 """A file by which a resumed run finds its run in MLflow."""
-_REQUESTS = frozenset({Request.CHECKPOINT.file, Request.STOP.file})
+_REQUESTS = frozenset(each.file for each in REQUESTS)
 _COPIED = frozenset({RUN_FILE, STATE_FILE, SINK_FILE}) | _REQUESTS
 _OWNER_FILE = "owner"
 """Beside a working copy: the id of the process that made it."""
@@ -201,8 +200,8 @@ def _order_requests(folder: Path) -> None:
     if state is None:
         return
     written = (folder / STATE_FILE).stat().st_mtime_ns
-    for request in (Request.CHECKPOINT, Request.STOP):
-        path = folder / request.file
+    for each in REQUESTS:
+        path = folder / each.file
         if path.exists():
             seen = path.read_text(encoding="utf-8")
             age = 10**9 if seen == repr(state.time) else -(10**9)
@@ -215,12 +214,11 @@ def runs_at(url: str) -> Iterator[tuple[str, RunState | None]]:
     Raises:
         StorageError: it cannot be reached.
     """
-    files = BoundedFiles(open_files(url), SECONDS)
+    files = open_bounded(url, SECONDS)
     for name in files.names(""):
-        if files.size(f"{name}/{RUN_FILE}") is not None:
-            state = files.read(f"{name}/{STATE_FILE}", _MOST_BYTES)
-            where = f"{files.url}/{name}"
-            yield where, None if state is None else parse_state(state, f"{where}/{STATE_FILE}")
+        where = f"{files.url}/{name}"
+        if has_run(where):
+            yield where, state_at(where)
 
 
 def has_run(run_dir: Where) -> bool:
@@ -269,7 +267,7 @@ def request(run_dir: Where, wanted: Request) -> None:
 def _files_at(run_dir: Where) -> StoreFiles | None:
     """Return the files of a run at a URL, named by the URL or a working copy; None for a folder."""
     if is_url(run_dir):
-        return BoundedFiles(open_files(run_dir), SECONDS)
+        return open_bounded(str(run_dir), SECONDS)
     return files_of(local_path(run_dir))
 
 

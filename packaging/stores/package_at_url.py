@@ -11,9 +11,8 @@ from pathlib import Path
 
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import StorageError
-from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.interface import Expected, StoreFiles
-from trainload.core.storage.open_files import open_files
+from trainload.core.storage.open_files import open_bounded
 from trainload.packaging.format.manifest import MAX_MANIFEST, Manifest
 from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_paths import MANIFEST, SIGNATURES
@@ -31,7 +30,7 @@ def manifest_at(url: str) -> bytes | None:
         StorageError: the URL cannot be reached.
         UnsafePackageError: it is too large.
     """
-    return _files(url).read(MANIFEST, MAX_MANIFEST)
+    return open_bounded(url).read(MANIFEST, MAX_MANIFEST)
 
 
 def digest_at(url: str) -> str | None:
@@ -46,29 +45,23 @@ def check_writable_url(url: str) -> None:
     Raises:
         StorageError: it cannot.
     """
-    files = _files(url)
+    files = open_bounded(url)
     files.replace(_PROBE, b"\0")
     files.delete(_PROBE)
 
 
-def send_package(package: Path, url: str, *, on_progress: OnProgress = unwatched) -> None:
+def send_package(package: Path, url: str) -> None:
     """Send a package without debug/; it appears, complete, when this returns.
 
     Raises:
         StorageError: the URL cannot be written.
         PackageError: the package is damaged.
     """
-    local, files = local_package(package, debug=False), _files(url)
-    total, done = sum(entry.size for entry in local.files.values()), 0
-
-    def moved(count: int) -> None:
-        nonlocal done
-        done += count
-        on_progress(done, total)
-
+    local, files = local_package(package, debug=False), open_bounded(url)
     for path in sorted(local.files, key=lambda path: (path == MANIFEST, path)):
         entry = local.files[path]
-        files.send(path, package / path, Expected(entry.size, entry.sha256), moved)
+        expected = Expected(entry.size, entry.sha256)
+        files.send(path, package / path, expected, lambda count: None)
 
 
 def fetch_package(url: str, path: Path, *, on_progress: OnProgress = unwatched) -> None:
@@ -84,7 +77,7 @@ def fetch_package(url: str, path: Path, *, on_progress: OnProgress = unwatched) 
         IntegrityError: a file is missing or damaged.
         UnsafePackageError: the manifest is not valid.
     """
-    files, data = _files(url), manifest_at(url)
+    files, data = open_bounded(url), manifest_at(url)
     if data is None:
         raise StorageError("there is no package here", where=url, expected=f"a {MANIFEST}")
     manifest = Manifest.from_bytes(data, MANIFEST)
@@ -109,7 +102,3 @@ def _signatures(files: StoreFiles) -> dict[str, FileEntry]:
                 media_type="application/json", sha256=sha256_bytes(data), size=len(data)
             )
     return found
-
-
-def _files(url: str) -> StoreFiles:
-    return BoundedFiles(open_files(url))

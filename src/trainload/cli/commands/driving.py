@@ -13,7 +13,7 @@ from trainload.cli.commands import watching
 from trainload.cli.commands.execution import run_group
 from trainload.cli.commands.shared import DONE, FAILED, err, run_argument
 from trainload.core.errors import DivergedError, RunInterrupted, StorageError
-from trainload.launching.run.run_place import files_of, place_name
+from trainload.launching.run.run_place import place_name, record_files
 
 if TYPE_CHECKING:
     from trainload.launching.run.run_state import RunState
@@ -36,19 +36,19 @@ def drive(context: click.Context, run_dir: Path, launched: tuple[str, ...]) -> i
     from trainload.launching.run.working_copy import has_run, state_at
 
     _check_converging(state_at(run_dir), run_dir)
-    evicted, began = _Mark(run_dir), time.time()
-    evicted.remove()  # left by a head that ended before its driver did
+    files, began = record_files(run_dir), time.time()
+    files.delete(_EVICTED)  # left by a head that ended before its driver did
     resume = ["resume", place_name(run_dir), "--address", "auto"]
     status = run_group(context.find_root().command, resume if has_run(run_dir) else launched)
     state = state_at(run_dir)
     if (
         status != FAILED
-        or evicted.exists()
+        or files.size(_EVICTED) is not None
         or state is None
         or state.time < began
         or not _was_stopped(state)
     ):
-        evicted.remove()
+        files.delete(_EVICTED)
         return status
     err().print(
         "the run was stopped, so the job is done: submit it again to continue", highlight=False
@@ -69,33 +69,9 @@ def evict(context: click.Context, run_dir: Path) -> None:
     state = state_at(run_dir)
     if state is not None and state.alive:
         # otherwise the request to stop cannot be written either, which raises
-        with suppress(OSError, StorageError):
-            _Mark(run_dir).make()
+        with suppress(StorageError):
+            record_files(run_dir).replace(_EVICTED, b"")
     context.invoke(watching.stop, run_dir=run_dir)
-
-
-class _Mark:
-    """The mark of a run that was stopped because its head pod is removed."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path, self._files = run_dir / _EVICTED, files_of(run_dir)
-
-    def make(self) -> None:
-        if self._files is None:
-            self._path.touch()
-        else:
-            self._files.replace(_EVICTED, b"1")
-
-    def exists(self) -> bool:
-        if self._files is None:
-            return self._path.exists()
-        return self._files.size(_EVICTED) is not None
-
-    def remove(self) -> None:
-        if self._files is None:
-            self._path.unlink(missing_ok=True)
-        else:
-            self._files.delete(_EVICTED)
 
 
 def _was_stopped(state: RunState) -> bool:

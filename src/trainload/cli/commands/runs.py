@@ -497,14 +497,12 @@ def resume(
     as_json: bool,
 ) -> int:
     """Continue a run from its last checkpoint, on the same or another number of workers."""
-    if url_of(run_dir) is not None:
-        from trainload.launching.run.working_copy import RunFiles
+    from trainload.launching.run.working_copy import RunFiles, has_run
 
-        RunFiles(run_dir).update()
-    elif not run_dir.is_dir():
+    if not (run_dir.is_dir() if url_of(run_dir) is None else has_run(run_dir)):
         raise StorageError(
             "there is no such run",
-            where=str(run_dir),
+            where=place_name(run_dir),
             hint="Pass what was passed to `trainload launch --run-dir`.",
         )
     _check_ray(backend, address, detach=detach)
@@ -515,6 +513,7 @@ def resume(
     elif backend == "ray" and address is not None:
         from trainload.launching.run.driver import check_no_driver
 
+        RunFiles(run_dir).update()
         check_no_driver(run_dir)
         if changes:
             from trainload.launching.api.launch import change

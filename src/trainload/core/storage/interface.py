@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from trainload.core.canonical_json import sha256_file
+
 BLOCK = 8 * 2**20
 """Maximum bytes of a file in memory at once."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -145,3 +147,9 @@ class StoreFiles(Protocol):
 
         Nobody may write there at the same time, but other processes may create the root.
         """
+
+
+def send_file(files: StoreFiles, path: str, source: Path) -> None:
+    """Send a local file as it is now. The errors are those of `StoreFiles.send`."""
+    expected = Expected(source.stat().st_size, sha256_file(source))
+    files.send(path, source, expected, lambda count: None)

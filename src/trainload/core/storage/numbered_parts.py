@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from trainload.core.errors import ConflictError, IntegrityError
@@ -55,8 +55,11 @@ class NumberedParts:
             StorageError: the parts cannot be read.
             OSError: the file cannot be written.
         """
-        while (found := self._next_part()) is not None:
-            self._append(*found)
+        is_whole = False
+        while not is_whole:
+            parts, is_whole = list(self._parts()), True
+            while is_whole and (found := self._next_of(parts)) is not None:
+                is_whole = self._append(*found)
 
     def skip(self) -> None:
         """Begin a new file on this machine, which follows the parts that exist."""
@@ -120,17 +123,19 @@ class NumberedParts:
             if first <= each[0] and each[1] <= self._last and each != (first, self._last):
                 self._files.delete(self._part_path(*each))
 
-    def _next_part(self) -> tuple[int, int] | None:
+    def _next_of(self, parts: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
         """Return the first and the last number of the largest part that follows what is known."""
-        following = [each for each in self._parts() if each[0] <= self._last + 1 <= each[1]]
+        following = [each for each in parts if each[0] <= self._last + 1 <= each[1]]
         return max(following, key=lambda each: each[1], default=None)
 
-    def _append(self, first: int, last: int) -> None:
-        """Append a part to the file, without what the file has already."""
+    def _append(self, first: int, last: int) -> bool:
+        """Append a part to the file, without what the file has already. Return False if the part
+        was merged meanwhile.
+        """
         path = self._part_path(first, last)
         size = self._files.size(path)
         if size is None:
-            return  # it was merged meanwhile
+            return False
         skipped = self.size - self._offsets[first - 1]
         with self._path.open("wb" if self._last == 0 else "r+b") as file:
             file.seek(self.size)
@@ -140,13 +145,14 @@ class NumberedParts:
                     skipped = max(0, skipped - len(block))
             except IntegrityError:
                 file.truncate(self.size)
-                return
+                return False
             except BaseException:
                 file.truncate(self.size)
                 raise
             file.flush()
             self._offsets[last] = os.fstat(file.fileno()).st_size
         self._last = last
+        return True
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         for name in self._files.names(self._folder):

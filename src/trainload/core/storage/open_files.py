@@ -8,9 +8,17 @@ from typing import Any
 
 from trainload.core.credentials import check_no_credentials, resolve
 from trainload.core.errors import StorageError
+from trainload.core.storage.bounded_files import BoundedFiles
 from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.interface import NO_OPTIONS, StoreFiles
 from trainload.core.storage.remote_files import RemoteFiles
+
+
+def open_bounded(url: str, seconds: float | None = None) -> StoreFiles:
+    """Return the files at a URL, with a time limit for every call; see `BoundedFiles`. The errors
+    are those of `open_files`.
+    """
+    return BoundedFiles(open_files(url), seconds)
 
 
 def open_files(url: str | Path, options: Mapping[str, Any] = NO_OPTIONS) -> StoreFiles:

@@ -16,6 +16,12 @@ def is_url(where: Where) -> bool:
     )
 
 
+def split_url(url: str) -> tuple[str, str]:
+    """Return the URL of a file's folder, and its name."""
+    folder, _, name = url.rpartition("/")
+    return folder, name
+
+
 def local_path(where: Where) -> Path:
     """Return the path of a place on this machine, without its protocol."""
     return Path(where.partition("://")[2] if isinstance(where, str) and "://" in where else where)

@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from trainload.core.errors import RequestError
-from trainload.core.storage.bounded_files import BoundedFiles
-from trainload.core.storage.open_files import open_files
-from trainload.core.storage.places import Where, is_url, local_path
+from trainload.core.storage.open_files import open_bounded
+from trainload.core.storage.places import Where, is_url, local_path, split_url
 from trainload.retraining.config.config import MOST_BYTES, Config, checked
 
 
@@ -54,15 +53,15 @@ def read_config(path: Where) -> Config:
             where=str(path),
             expected="keys and values: `trainload retrain init` writes them",
         )
-    folder = str(path).rpartition("/")[0] if is_url(path) else local_path(path).parent
+    folder = split_url(str(path))[0] if is_url(path) else local_path(path).parent
     return _resolve_paths(checked(raw, str(path)), folder)
 
 
 def _read(path: Where) -> bytes | None:
     """Return the bytes of a file, at most one more than allowed; None if it does not exist."""
     if is_url(path):
-        folder, _, name = str(path).rpartition("/")
-        files = BoundedFiles(open_files(folder))
+        folder, name = split_url(str(path))
+        files = open_bounded(folder)
         size = files.size(name)
         return None if size is None else files.part(name, 0, min(size, MOST_BYTES + 1))
     here = local_path(path)

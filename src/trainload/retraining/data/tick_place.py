@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainload.core.canonical_json import sha256_bytes, sha256_file
-from trainload.core.storage.bounded_files import BoundedFiles
-from trainload.core.storage.interface import Expected
-from trainload.core.storage.open_files import open_files
+from trainload.core.canonical_json import sha256_bytes
+from trainload.core.storage.interface import send_file
+from trainload.core.storage.open_files import open_bounded
 from trainload.core.storage.places import Where, is_url
 from trainload.launching.node.cache import default_cache_dir
 
@@ -53,9 +52,9 @@ class TickPlace:
         """
         if isinstance(self.where, Path):
             return path
-        files, beside = BoundedFiles(open_files(self.where)), Path(path).parent
+        files, beside = open_bounded(self.where), Path(path).parent
         for each in sorted(beside.iterdir()):
-            name, size = str(each.relative_to(self.folder)), each.stat().st_size
-            if files.size(name) != size:
-                files.send(name, each, Expected(size, sha256_file(each)), lambda count: None)
+            name = str(each.relative_to(self.folder))
+            if files.size(name) != each.stat().st_size:
+                send_file(files, name, each)
         return f"{self.where}/{Path(path).relative_to(self.folder)}"

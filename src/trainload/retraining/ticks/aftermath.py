@@ -18,8 +18,7 @@ from typing import Any
 
 from trainload.core.atomic import replace_link, temporary_beside
 from trainload.core.errors import StorageError, TrainloadError
-from trainload.core.storage.bounded_files import BoundedFiles
-from trainload.core.storage.open_files import open_files
+from trainload.core.storage.open_files import open_bounded
 from trainload.core.storage.places import is_url
 from trainload.packaging.package import Package
 from trainload.packaging.stores.collect import gc
@@ -149,13 +148,20 @@ def clean_up(
         )
 
 
+def _old_runs(
+    there: Collection[str], config: Config, ticks: Sequence[str], kept_tick: str | None
+) -> list[str]:
+    """Return the ticks whose runs are removed, of those whose runs are there."""
+    run_names = [name for name in ticks if name in there]
+    return [name for name in run_names[: -config.retention.runs] if name != kept_tick]
+
+
 def _remove_runs(root: Path, config: Config, ticks: Sequence[str], kept_tick: str | None) -> None:
-    run_names = [name for name in ticks if (root / name).is_dir()]
+    there = [name for name in ticks if (root / name).is_dir()]
     try:
-        for name in run_names[: -config.retention.runs]:
-            if name != kept_tick:
-                with suppress(FileNotFoundError):  # another process has removed it
-                    (root / name).rename(temporary_beside(root / name))
+        for name in _old_runs(there, config, ticks, kept_tick):
+            with suppress(FileNotFoundError):  # another process has removed it
+                (root / name).rename(temporary_beside(root / name))
         for folder in root.glob(".*") if root.is_dir() else ():
             # including leftovers of a process that was killed
             if _REMOVED_RUN.fullmatch(folder.name):
@@ -170,13 +176,10 @@ def _remove_runs(root: Path, config: Config, ticks: Sequence[str], kept_tick: st
 
 def _remove_runs_at(url: str, config: Config, ticks: Sequence[str], kept_tick: str | None) -> None:
     """Remove old runs at a URL. One that is not removed to its end is removed the next time."""
-    files = BoundedFiles(open_files(url))
-    there = set(files.names(""))
-    run_names = [name for name in ticks if name in there]
-    for name in run_names[: -config.retention.runs]:
-        if name != kept_tick:
-            for file in files.walk(name):
-                files.delete(file.path)
+    files = open_bounded(url)
+    for name in _old_runs(set(files.names("")), config, ticks, kept_tick):
+        for file in files.walk(name):
+            files.delete(file.path)
 
 
 def in_words(error: TrainloadError) -> str:
