@@ -33,6 +33,7 @@ from trainload.launching.node.build import is_compiled
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
 from trainload.launching.run.journal import Event, followed, stream_events
+from trainload.launching.run.kept_records import await_end, publish_kept
 from trainload.launching.run.opening import frozen_package
 from trainload.launching.run.publication import Publication, publishing_output
 from trainload.launching.run.result import RunResult, check_output, finish, output_exists
@@ -45,7 +46,7 @@ from trainload.launching.run.run_spec import (
     replace_spec,
     write_spec,
 )
-from trainload.launching.run.working_copy import viewed
+from trainload.launching.run.working_copy import RunFiles, forget_requests, working_copy
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, open_sinks
@@ -159,8 +160,11 @@ def resume(run_dir: str | Path, request: ResumeRequest) -> RunResult:
         trainload.resume("runs/first", workers=4, overrides=trainload.Overrides(lr=1e-4))
     """
     check_backend(request.backend, request.address)
-    with viewed(run_dir) as view:
-        return _resume(view.folder, request)
+    if leads(request.backend):
+        publish_kept(run_dir)
+    with working_copy(run_dir) as folder:
+        RunFiles(folder).update()
+        return _resume(folder, request)
 
 
 def _resume(folder: Path, request: ResumeRequest) -> RunResult:
@@ -382,11 +386,13 @@ def _drive(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> It
     """Drive a run inside the block. If it is new, its folder is created, and removed again if the
     block is not reached.
     """
-    run_dir, publication = spec.folder, Publication(spec.folder)
+    run_dir = spec.folder
+    publication = Publication(run_dir, patience=spec.storage_patience)
     with removed_unless_kept(run_dir) if new else nullcontext(RunFolder(run_dir)) as folder:
         if new:
             write_spec(spec)
             folder.is_created = True
+            forget_requests(run_dir)
         with (
             driving(run_dir, publication) as check_driver,
             open_sinks(spec.sinks, run_dir, on_event) as tell,
@@ -434,9 +440,12 @@ def run_spec(
 def _make_result(spec: RunSpec, package: Package, backend: Backend) -> RunResult:
     """Return the result of a finished run. Only the leading process writes the trained package."""
     if not leads(backend):
+        await_end(spec.folder)
         return finish(spec.model_copy(update={"output": None}), package)
+    publication = Publication(spec.folder)
+    publication.note_files()
     result = finish(spec, package)
-    Publication(spec.folder).send_results()
+    publication.send_results()
     return result
 
 

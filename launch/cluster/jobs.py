@@ -5,16 +5,26 @@ that launched them.
 from __future__ import annotations
 
 import itertools
+import logging
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainload.core.errors import ClusterError, LostClusterError, TrainingError, first_line
+from trainload.core.errors import (
+    ClusterError,
+    LostClusterError,
+    StorageError,
+    TrainingError,
+    first_line,
+)
+from trainload.core.logs import logged_suppress
 from trainload.launching.cluster.connection import check_listener, present_token, token_error
 from trainload.launching.run.run_place import place_name
 from trainload.launching.run.working_copy import state_at
+
+_log = logging.getLogger(__name__)
 
 _BEGIN_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
@@ -74,9 +84,15 @@ def submit(address: str, run_dir: Path, arguments: Sequence[str]) -> str:
             ),
         ) from error
     until = time.monotonic() + _BEGIN_SECONDS
-    while time.monotonic() < until and state_at(run_dir) == before:
+
+    def has_begun() -> bool | None:
+        with logged_suppress(_log, f"the state of {run_dir} cannot be read", StorageError):
+            return state_at(run_dir) != before
+        return None  # the job exists, whatever happens to the storage
+
+    while time.monotonic() < until and not has_begun():
         last = _last_output_line(client, name)
-        if last is not None and state_at(run_dir) == before:
+        if last is not None and has_begun() is False:
             raise TrainingError(
                 "the driver ended before it started the run",
                 where=f"{address}, job {name}",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from threading import Event as Flag
 from typing import Protocol
 
-from trainload.core.errors import RunInterrupted, StorageError, TrainloadError
+from trainload.core.errors import RunInterrupted, TrainloadError
 from trainload.core.logs import logged_suppress
 from trainload.launching.cluster.buffered_journal import BufferedJournal
 from trainload.launching.cluster.inbox import Inbox
@@ -108,7 +108,7 @@ class SupervisedRun:
         self.check_driver = check_driver
         self.clock = clock
         self.run_dir = spec.folder
-        self.publication = publication or Publication(spec.folder)
+        self.publication = publication or Publication(spec.folder, patience=spec.storage_patience)
         self.journal = BufferedJournal(
             self.run_dir, on_event, check_driver, self.publication.published
         )
@@ -120,7 +120,6 @@ class SupervisedRun:
         self.placing_since: float | None = None
         self.chance = random.Random()
         self._looked_at = -float("inf")
-        self._has_warned = False
 
     def is_stopping(self) -> bool:
         """Return True if the run was asked to stop."""
@@ -151,34 +150,8 @@ class SupervisedRun:
             return False
         self._looked_at = now
         self.write_state()
-        self._check_published()
+        self.publication.check(lambda message: self.journal.write("warning", message=message))
         return True
-
-    def _check_published(self) -> None:
-        """Warn once when the run's records cannot be published.
-
-        Raises:
-            StorageError: they cannot be for too long.
-        """
-        failure = self.publication.failure
-        if failure is None:
-            self._has_warned = False
-            return
-        error, seconds = failure
-        if seconds > self.spec.storage_patience:
-            raise StorageError(
-                f"the run's records cannot be published: {error.problem}",
-                where=error.where,
-                expected=f"storage that responds within {self.spec.storage_patience:g} s",
-                got=error.got,
-                hint=f"When it can be written again, continue with: {self.resume_command()}",
-            ) from error
-        if not self._has_warned:
-            self._has_warned = True
-            self.journal.write(
-                "warning",
-                message=f"{error} Records are kept on this machine and published when possible.",
-            )
 
     def write_state(self, *, over: bool = False) -> None:
         """Write the run's state for `trainload status`. If storage fails, this update is skipped.

@@ -138,6 +138,16 @@ class Contact(Protocol):
         """Flush all events, and end the connection."""
 
 
+class Published(Protocol):
+    """Publisher of the records of a run; see `publication`."""
+
+    def wait(self) -> None:
+        """Wait until all events are where others can read them."""
+
+    def check(self, warn: Callable[[str], None]) -> None:
+        """Warn once if records cannot be published; raise StorageError if that takes too long."""
+
+
 class FileContact:
     """A `Contact` without Ray: the worker itself writes the journal and reads request files. There
     is no hang detection.
@@ -149,7 +159,7 @@ class FileContact:
         summary: summary of the run's events so far.
         check_driver: of rank 0: raises LeaseLostError if another process drives the run. Nothing is
             written then.
-        wait_published: waits until all events are where others can read them.
+        published: publishes what is written.
     """
 
     def __init__(
@@ -158,10 +168,10 @@ class FileContact:
         rank: int,
         summary: Summary,
         check_driver: CheckDriver | None = None,
-        wait_published: Callable[[], None] | None = None,
+        published: Published | None = None,
     ) -> None:
         self.aborted, self.lingers = threading.Event(), False
-        self._wait_published = wait_published
+        self._published = published
         self._run_dir, self._rank = run_dir, rank
         self._check_driver = check_driver
         self._journal = Journal(run_dir)
@@ -172,11 +182,13 @@ class FileContact:
 
     def write(self, kind: str, **data: Any) -> None:
         self._record(Event(kind, data, time.time()))
+        if self._published is not None:
+            self._published.check(self._warn)
 
     def flush(self) -> None:
         """Wait until all events are published. In a folder they are written immediately."""
-        if self._wait_published is not None:
-            self._wait_published()
+        if self._published is not None:
+            self._published.wait()
 
     def asked(self) -> Request:
         return asked_by_file(self._run_dir)
@@ -203,6 +215,9 @@ class FileContact:
             self._thread.join()
         if self._rank == 0:
             self._write_state(over=True)
+
+    def _warn(self, message: str) -> None:
+        self._record(Event("warning", {"message": message}, time.time()))
 
     def _record(self, event: Event) -> None:
         if self._check_driver is not None:

@@ -14,7 +14,13 @@ from typing import Protocol
 from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
 from trainload.core.storage.lease import PLAIN, HeldLease, LeaseRecord, Leases, OtherLease
-from trainload.launching.run.run_place import place_name, record_files, url_of
+from trainload.launching.run.run_place import (
+    LEASE_SECONDS,
+    check_can_be_owned,
+    place_name,
+    record_files,
+    url_of,
+)
 from trainload.launching.run.run_state import (
     FRESH_SECONDS,
     STATE_FILE,
@@ -37,6 +43,9 @@ class Records(Protocol):
 
     def begin(self, check_driver: CheckDriver) -> None:
         """Begin to publish, as long as this process drives the run."""
+
+    def forget(self) -> None:
+        """Remove what was published: the run has not begun."""
 
     def close(self) -> None:
         """Publish what is left."""
@@ -98,15 +107,28 @@ def driving(run_dir: Path, records: Records | None = None) -> Iterator[CheckDriv
         if records is not None:
             records.begin(check)
         yield check
+    except BaseException:
+        with logged_suppress(_log, f"records of {run_dir} were not published", StorageError):
+            _end(run_dir, records, written, before)
+        raise
+    else:
+        _end(run_dir, records, written, before)
     finally:
-        if written is not None and read_state(run_dir) == written:
-            _restore_state(run_dir, before)
-        try:
-            if records is not None:
-                records.close()
-        finally:
-            if lease is not None:
-                lease.close()
+        if lease is not None:
+            lease.close()
+
+
+def _end(
+    run_dir: Path, records: Records | None, written: RunState | None, before: RunState | None
+) -> None:
+    """Restore the state if it is still the one that `driving` wrote, and end the publication."""
+    if written is not None and read_state(run_dir) == written:
+        _restore_state(run_dir, before)
+        if before is None and records is not None:
+            with logged_suppress(_log, f"the state of {run_dir} was not removed", StorageError):
+                records.forget()
+    if records is not None:
+        records.close()
 
 
 def _claim_lease(run_dir: Path) -> HeldLease[LeaseRecord] | None:
@@ -118,6 +140,8 @@ def _claim_lease(run_dir: Path) -> HeldLease[LeaseRecord] | None:
     if leases.last() is None and (owner := _driver_without_lease(run_dir)) is not None:
         raise _driven_elsewhere_error(run_dir, owner)
     try:
+        if url_of(run_dir) is not None:
+            check_can_be_owned(record_files(run_dir))
         lease = leases.take(FRESH_SECONDS)
         if isinstance(lease, OtherLease):
             raise _driven_elsewhere_error(run_dir, lease.record.owner)
@@ -148,7 +172,7 @@ def _restore_state(run_dir: Path, before: RunState | None) -> None:
 def _leases(run_dir: Path) -> Leases[LeaseRecord]:
     hint = "Another process is driving the run: watch it with `trainload status`."
     return Leases(
-        record_files(run_dir),
+        record_files(run_dir, LEASE_SECONDS),
         FOLDER,
         where=place_name(run_dir),
         kinds=PLAIN,

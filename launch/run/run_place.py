@@ -20,6 +20,8 @@ from trainload.core.storage.open_files import open_bounded
 PLACE_FILE = ".place"
 SECONDS = 20.0
 """Time limit of one call to the storage of a run's records."""
+LEASE_SECONDS = 5.0
+"""Time limit of one call for the lease of a run's driver, which is over after 15 seconds."""
 
 
 def url_of(run_dir: Path) -> str | None:
@@ -36,22 +38,26 @@ def place_name(run_dir: Path) -> str:
     return url_of(run_dir) or str(run_dir)
 
 
-def files_of(run_dir: Path) -> StoreFiles | None:
+def files_of(run_dir: Path, seconds: float = SECONDS) -> StoreFiles | None:
     """Return the files at the URL of the run of which a folder is a working copy; None for any
     other folder.
+
+    Args:
+        run_dir: the folder.
+        seconds: time limit of one call.
 
     Raises:
         StorageError: the URL's library is not installed.
     """
     url = url_of(run_dir)
-    return None if url is None else open_bounded(url, SECONDS)
+    return None if url is None else open_bounded(url, seconds)
 
 
-def record_files(run_dir: Path) -> StoreFiles:
+def record_files(run_dir: Path, seconds: float = SECONDS) -> StoreFiles:
     """Return the files of a run's records: in its folder, or at its URL for a working copy. The
-    errors are those of `files_of`.
+    arguments and errors are those of `files_of`.
     """
-    return files_of(run_dir) or FolderFiles(run_dir)
+    return files_of(run_dir, seconds) or FolderFiles(run_dir)
 
 
 def check_can_be_owned(files: StoreFiles) -> None:

@@ -13,21 +13,23 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from trainload.core.atomic import create_file, replace_file
 from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import StorageError
 from trainload.core.paths import check_name
-from trainload.core.processes import has_ended, this_process
 from trainload.core.storage.interface import StoreFiles
 from trainload.core.storage.numbered_parts import NumberedParts
 from trainload.core.storage.open_files import open_bounded
 from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.contact import REQUESTS, Request
-from trainload.launching.run.journal import JOURNAL, LOGS
+from trainload.launching.run.copy_use import LOCKS, driven, is_driven, is_used, is_used_here, used
+from trainload.launching.run.journal import JOURNAL, LOGS, log_name
 from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_place import PLACE_FILE, SECONDS, files_of, url_of
 from trainload.launching.run.run_state import STATE_FILE, RunState, parse_state, read_state
@@ -35,58 +37,86 @@ from trainload.launching.run.run_state import STATE_FILE, RunState, parse_state,
 EVENTS = "events"
 DATA = "data"
 KEPT_FILE = ".unpublished"
-"""Marks a working copy with records that could not be written to its URL."""
+"""Marks a working copy that may have records which are not at its URL; see `publication`."""
 SINK_FILE = "mlflow-run"
 """A file by which a resumed run finds its run in MLflow."""
 _REQUESTS = frozenset(each.file for each in REQUESTS)
 _COPIED = frozenset({RUN_FILE, STATE_FILE, SINK_FILE}) | _REQUESTS
-_OWNER_FILE = "owner"
-"""Beside a working copy: the id of the process that made it."""
 _MOST_BYTES = 2**28
+_LOCK_SECONDS = 60.0
 
 
 @contextmanager
 def working_copy(run_dir: Where) -> Iterator[Path]:
     """Yield the folder of a run: an absolute path, or for a URL a working copy, without files.
 
-    A new copy is removed at the end unless it has records that could not be published. A folder
-    that is a copy is emptied, but for its place.
+    A new copy is removed at the end unless it has records that could not be published. A copy that
+    another process made, which is the supervisor of this one, is emptied, but for its place.
 
     Raises:
         StorageError: the URL contains credentials or does not name a folder, the cache cannot be
-            written, or the folder is a copy with records that could not be published.
+            written, or the folder is a copy in which another process drives the run, or which has
+            records that could not be published.
     """
-    if not is_url(run_dir):
-        folder = local_path(run_dir).absolute()
-        if url_of(folder) is not None:
-            _check_not_kept(folder)
-            if (folder.parent / _OWNER_FILE).is_file():
-                _empty(folder)  # of a driver that was lost
+    if is_url(run_dir):
+        with _new_copy(str(run_dir).rstrip("/")) as folder:
+            yield folder
+        return
+    folder = local_path(run_dir).absolute()
+    if url_of(folder) is None or is_used_here(folder):
         yield folder
         return
-    url = str(run_dir).rstrip("/")
-    _check_url(url)
-    parent = default_cache_dir() / "runs"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_orphans(parent)
-        outer = parent / f"run-{secrets.token_hex(8)}"
-        folder = outer / url.rpartition("/")[2]
-        outer.mkdir(mode=0o700)
-        folder.mkdir()
-        create_file(outer / _OWNER_FILE, this_process().encode())
-        create_file(folder / PLACE_FILE, url.encode())
-    except OSError as error:
-        raise StorageError(
-            f"there is no place for a working copy of the run: {error.strerror}",
-            where=str(parent),
-            hint="Free some disk space, or choose another cache with TRAINLOAD_CACHE_DIR.",
-        ) from error
-    try:
+    with used(folder), driven(folder):
+        _check_not_kept(folder)
+        _empty(folder)
         yield folder
-    finally:
-        if not (folder / KEPT_FILE).exists():
-            shutil.rmtree(outer, ignore_errors=True)
+
+
+@contextmanager
+def _new_copy(url: str) -> Iterator[Path]:
+    _check_url(url)
+    parent = copies_folder()
+    with ExitStack() as held:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(parent.with_suffix(".lock"), timeout=_LOCK_SECONDS):
+                _remove_orphans(parent)
+                outer = parent / f"run-{secrets.token_hex(8)}"
+                folder = outer / url.rpartition("/")[2]
+                outer.mkdir(mode=0o700)
+                folder.mkdir()
+                create_file(folder / PLACE_FILE, url.encode())
+                held.enter_context(used(folder))
+        except OSError as error:
+            raise StorageError(
+                f"there is no place for a working copy of the run: {error.strerror or error}",
+                where=str(parent),
+                hint="Free some disk space, or choose another cache with TRAINLOAD_CACHE_DIR.",
+            ) from error
+        try:
+            yield folder
+        finally:
+            if not (folder / KEPT_FILE).exists():
+                shutil.rmtree(outer, ignore_errors=True)
+
+
+def copies_folder() -> Path:
+    """Return the folder of this machine's working copies."""
+    return default_cache_dir() / "runs"
+
+
+def kept_copies(url: str) -> list[Path]:
+    """Return the working copies of a run on this machine that may have records which are not at its
+    URL, and in which nobody drives.
+    """
+    places = sorted(copies_folder().glob(f"run-*/*/{KEPT_FILE}"))
+    copies = [each.parent for each in places if url_of(each.parent) == url]
+    return [each for each in copies if not is_driven(each)]
+
+
+def remove_copy(folder: Path) -> None:
+    """Remove a working copy of this machine."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def _check_url(url: str) -> None:
@@ -114,27 +144,46 @@ def _check_not_kept(folder: Path) -> None:
 
 
 def _remove_orphans(parent: Path) -> None:
-    """Remove the copies of processes that were killed, unless they have unpublished records."""
+    """Remove the copies that no process uses, unless they may have unpublished records."""
     for outer in parent.glob("run-*"):
-        with suppress(OSError):  # it is removed at the same time, or is being made
-            owner = (outer / _OWNER_FILE).read_text(encoding="utf-8")
-            if has_ended(owner) and not any(outer.glob(f"*/{KEPT_FILE}")):
+        with suppress(OSError):  # such as one of another user
+            copies = [each.parent for each in outer.glob(f"*/{PLACE_FILE}")]
+            if not any((each / KEPT_FILE).exists() or is_used(each) for each in copies):
                 shutil.rmtree(outer)
 
 
+def place_to_read(run_dir: Where) -> Where:
+    """Return where the records of a run are read: its URL instead of a working copy, unless the
+    copy has records that could not be published.
+    """
+    if is_url(run_dir):
+        return run_dir
+    folder = local_path(run_dir)
+    url = url_of(folder)
+    if url is None or is_used_here(folder.absolute()):
+        return folder
+    return folder if (folder / KEPT_FILE).exists() and not is_driven(folder) else url
+
+
 @contextmanager
-def viewed(run_dir: Where, *, logs: bool = False) -> Iterator[RunFiles]:
+def viewed(run_dir: Where, *, journal: bool = True) -> Iterator[RunFiles]:
     """Yield a view of a run, for those who read it.
 
     Args:
         run_dir: a folder, or a URL.
-        logs: True to show the output of ranks, too.
+        journal: False if its events are not wanted.
 
     Raises:
         StorageError: the URL cannot be reached.
     """
-    with working_copy(run_dir) as folder:
-        view = RunFiles(folder, logs=logs)
+    place = place_to_read(run_dir)
+    with ExitStack() as made:
+        folder = (
+            made.enter_context(working_copy(place))
+            if is_url(place)
+            else local_path(place).absolute()
+        )
+        view = RunFiles(folder, journal=journal)
         view.update()
         yield view
 
@@ -144,18 +193,24 @@ class RunFiles:
 
     Args:
         folder: the run's folder, or a working copy that nobody drives.
-        logs: True if the output of ranks is wanted, too.
+        journal: False if its events are not wanted.
+        rank: the rank whose output is wanted; None if that of no rank is.
 
     Attributes:
         folder: the folder.
     """
 
-    def __init__(self, folder: Path, *, logs: bool = False) -> None:
+    def __init__(self, folder: Path, *, journal: bool = True, rank: int | None = None) -> None:
         self.folder = folder
         # what was not published is only there
         self._files = None if (folder / KEPT_FILE).exists() else files_of(folder)
-        self._logs = logs
+        self._has_journal, self._rank = journal, rank
         self._parts: dict[str, NumberedParts] = {}
+
+    @property
+    def is_at_url(self) -> bool:
+        """True if the run is at a URL."""
+        return self._files is not None
 
     def update(self) -> None:
         """Read what has changed. A folder needs nothing.
@@ -166,16 +221,30 @@ class RunFiles:
         if self._files is None:
             return
         self._copy_files(self._files)
+        if self._has_journal:
+            self._fetch_journal(self._files)
+        if self._rank is not None:
+            path = self.folder / LOGS / log_name(self._rank)
+            path.parent.mkdir(exist_ok=True)
+            self._fetch(self._files, f"{LOGS}/{path.stem}", path)
+
+    def ranks_with_output(self) -> list[int]:
+        """Return the ranks that have printed something.
+
+        Raises:
+            StorageError: the URL cannot be reached.
+        """
+        paths = (self.folder / LOGS).glob("rank-*.log")
+        names = [path.stem for path in paths] if self._files is None else self._files.names(LOGS)
+        return sorted(int(name.rpartition("-")[2]) for name in names)
+
+    def _fetch_journal(self, files: StoreFiles) -> None:
         journal = self.folder / JOURNAL
-        if self._fetch(self._files, EVENTS, journal).size == 0:
+        if self._fetch(files, EVENTS, journal).size == 0:
             # of a run that was copied from a folder, and is not continued yet
-            size = self._files.size(JOURNAL) or 0
+            size = files.size(JOURNAL) or 0
             with journal.open("wb") as file:
-                file.writelines(self._files.receive(JOURNAL, size) if size else ())
-        if self._logs:
-            for name in self._files.names(LOGS):
-                (self.folder / LOGS).mkdir(exist_ok=True)
-                self._fetch(self._files, f"{LOGS}/{name}", self.folder / LOGS / f"{name}.log")
+                file.writelines(files.receive(JOURNAL, size) if size else ())
 
     def _copy_files(self, files: StoreFiles) -> None:
         names = _COPIED & set(files.names(""))
@@ -264,6 +333,18 @@ def request(run_dir: Where, wanted: Request) -> None:
     files.replace(wanted.file, repr(0.0 if state is None else state.time).encode())
 
 
+def forget_requests(folder: Path) -> None:
+    """Remove the requests at the URL of a new run, which were made to an earlier one.
+
+    Raises:
+        StorageError: they cannot be removed.
+    """
+    files = files_of(folder)
+    if files is not None:
+        for each in REQUESTS:
+            files.delete(each.file)
+
+
 def _files_at(run_dir: Where) -> StoreFiles | None:
     """Return the files of a run at a URL, named by the URL or a working copy; None for a folder."""
     if is_url(run_dir):
@@ -273,5 +354,5 @@ def _files_at(run_dir: Where) -> StoreFiles | None:
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name != PLACE_FILE:
+        if path.name not in LOCKS | {PLACE_FILE}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

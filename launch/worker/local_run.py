@@ -57,7 +57,7 @@ def _run_rank(
         place.rank,
         before,
         check_driver,
-        lambda: publication.wait(spec.storage_patience),
+        publication,
     )
     try:
         with tracebacks_to(lambda text: append_log(spec.folder, place.rank, redacted(text))):

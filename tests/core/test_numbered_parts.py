@@ -69,6 +69,7 @@ def test_many_parts_are_merged_into_few(
     for number in range(75):
         append(path, str(number))
         parts.publish()
+        parts.merge()
         if number % 7 == 0:
             follower.fetch()
             assert (tmp_path / "followed.jsonl").read_bytes() == path.read_bytes()
@@ -95,8 +96,9 @@ def test_a_writer_that_was_killed_while_it_merged_left_a_readable_file(
         with monkeypatch.context() as patch:
             if number == MERGED - 1:
                 patch.setattr(type(files), "delete", lambda self, path: die(path))
+            parts.publish()
             try:
-                parts.publish()
+                parts.merge()
             except KeyboardInterrupt:
                 assert number == MERGED - 1
     assert len(files.names("events")) == MERGED + 1
@@ -154,3 +156,88 @@ def test_a_part_whose_response_was_lost_is_not_written_twice(
     parts.publish()
     assert fetched(files, tmp_path) == b"one\ntwo\n"
     assert parts.size == len(path.read_bytes())
+
+
+def test_writers_that_share_a_file_append_what_they_have(
+    files: StoreFiles, path: Path, tmp_path: Path
+) -> None:
+    there = tmp_path / "there.jsonl"
+    writers = [NumberedParts(files, "events", each, is_shared=True) for each in (path, there)]
+    for each in writers:
+        each.skip()
+    append(path, "one")
+    append(there, "two")
+    for each in writers:
+        each.publish()
+    append(path, "three")
+    for each in writers:
+        each.publish()
+        each.merge()
+    assert fetched(files, tmp_path) == b"one\ntwo\nthree\n"
+
+
+def test_the_last_line_is_published_at_the_end_though_it_is_incomplete(
+    files: StoreFiles, path: Path, tmp_path: Path
+) -> None:
+    parts = NumberedParts(files, "events", path)
+    path.write_text("one\ntw")
+    parts.publish(is_whole=True)
+    assert fetched(files, tmp_path) == b"one\ntw"
+
+
+@pytest.mark.parametrize("base", [0, 3])
+@pytest.mark.parametrize("published", [0, 1, 5, 9])
+def test_what_a_killed_writer_had_not_published_is_published_later(
+    files: StoreFiles, path: Path, tmp_path: Path, base: int, published: int
+) -> None:
+    if base:
+        earlier = NumberedParts(files, "events", tmp_path / "earlier.jsonl")
+        for number in range(base):
+            append(tmp_path / "earlier.jsonl", f"earlier {number}")
+            earlier.publish()
+    before = fetched(files, tmp_path)
+    killed = NumberedParts(files, "events", path)
+    killed.skip()
+    for number in range(9):
+        append(path, str(number))
+        if number < published:
+            killed.publish()
+    later = NumberedParts(files, "events", path)
+    assert later.match(base)
+    later.publish()
+    assert fetched(files, tmp_path) == before + path.read_bytes()
+
+
+def test_a_writer_that_was_replaced_finds_what_its_successor_has_written(
+    files: StoreFiles, path: Path, tmp_path: Path
+) -> None:
+    append(path, "one", "two")
+    NumberedParts(files, "events", path).publish()
+    there = tmp_path / "there.jsonl"
+    successor = NumberedParts(files, "events", there)
+    successor.fetch()
+    append(there, "three")
+    successor.publish()
+    append(path, "lost")
+    later = NumberedParts(files, "events", path)
+    assert not later.match(0)
+    assert later.size == len(b"one\ntwo\n")
+
+
+def test_parts_too_large_for_the_largest_merge_are_merged_in_smaller_ones(
+    files: StoreFiles, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainload.core.storage.numbered_parts.MERGED", 4)
+    monkeypatch.setattr("trainload.core.storage.numbered_parts._LARGEST_MERGED", 100)
+    parts = NumberedParts(files, "events", path)
+    for _ in range(16):
+        append(path, "x" * 19)
+        parts.publish()
+    parts.merge()
+    assert [name.partition(".")[0] for name in files.names("events")] == [
+        "00000001-00000004",
+        "00000005-00000008",
+        "00000009-00000012",
+        "00000013-00000016",
+    ]
+    assert fetched(files, tmp_path) == path.read_bytes()

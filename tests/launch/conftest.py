@@ -12,7 +12,7 @@ import torch
 from tests.fork_servers import end_servers
 from tests.launch.checkpoint_places import Kept, s3_kept, use
 from tests.launch.undisturbed import CHECKPOINT_EVERY, STEPS
-from tests.packaging.places import KEYS, s3_server
+from tests.packaging.places import BUCKET, KEYS, s3_server
 
 import trainload
 from trainload.autograd_trace.compiling.inductor import Compiled, compile_graph
@@ -106,3 +106,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(build, "compile_graph", noted)
     return names
+
+
+@pytest.fixture
+def url(s3: str) -> str:
+    return f"s3://{BUCKET}/{secrets.token_hex(8)}/runs/first"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a machine that has never seen a run."""
+    monkeypatch.setenv("TRAINLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"

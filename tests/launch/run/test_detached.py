@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 from trainload.cli import main as cli
-from trainload.core.errors import ClusterError
+from trainload.core.errors import ClusterError, StorageError
 from trainload.launching.cluster import connection, jobs
 from trainload.packaging.package import Package
 
@@ -174,6 +174,39 @@ def test_a_job_that_ends_before_it_has_begun_leaves_no_folder(
     assert detached(Jobs(look=lambda: Status(True))) == 1
     assert not (tmp_path / "runs").exists()
     assert "the driver ended before it started the run (got so it is)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_job_whose_storage_fails_is_named(
+    detached: Callable[[Jobs], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    over: bool,
+) -> None:
+    def fail(run_dir: Path) -> None:
+        raise StorageError("the store does not respond")
+
+    def submit() -> None:
+        monkeypatch.setattr(jobs, "state_at", fail)
+
+    assert detached(Jobs(submit, lambda: Status(over))) == 0
+    assert "trainload-one" in capsys.readouterr().out
+    assert is_there(tmp_path)
+
+
+def test_storage_that_fails_before_the_submission_leaves_no_folder(
+    detached: Callable[[Jobs], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run_dir: Path) -> None:
+        raise StorageError("the store does not respond")
+
+    monkeypatch.setattr(jobs, "state_at", fail)
+    cluster = Jobs()
+    assert detached(cluster) == 2
+    assert cluster.submitted == []
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_cluster_that_asks_for_a_token_takes_no_job_without(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from tests.launch.forked import talking
 from tests.launch.run.test_state import ended_process, state_of
+from tests.waiting import wait_until
 
 from trainload.core.errors import StorageError
 from trainload.core.storage import lease
+from trainload.core.storage.folder_files import FolderFiles
 from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run import driver
 from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
@@ -96,6 +99,33 @@ def test_a_driver_whose_storage_failed_for_long_still_drives(
         monkeypatch.setattr(lease, "_SURE", -1.0)  # as if not renewed for too long
         check_driver()
         check_driver()
+
+
+def test_a_driver_does_not_wait_for_storage_that_does_not_respond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    with driving(tmp_path) as check_driver:
+        with monkeypatch.context() as patch:
+            patch.setattr(lease, "_SURE", -1.0)
+            patch.setattr(FolderFiles, "names", lambda self, folder: goes_on.wait())
+            threads = [threading.Thread(target=check_driver) for _ in range(20)]
+            for each in threads:
+                each.start()
+            wait_until(lambda: not any(each.is_alive() for each in threads))
+        goes_on.set()
+
+
+def test_a_driver_that_was_paused_looks_before_it_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driving(tmp_path) as check_driver:
+        newer = tmp_path / "driver/leases/00000002.json"
+        newer.write_bytes((tmp_path / "driver/leases/00000001.json").read_bytes())
+        now = lease._seconds
+        monkeypatch.setattr(lease, "_seconds", lambda: now() + 60.0)
+        with pytest.raises(LeaseLostError, match="another process has taken lease 2"):
+            check_driver()
 
 
 def test_who_drives_a_run_says_so_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainload.core.errors import StorageError
 from trainload.launching.api.launch import _drive
 from trainload.launching.run.journal import LOGS, log_name, read_events
 from trainload.launching.run.run_spec import read_spec
+from trainload.launching.run.run_state import put_state, read_state
 from trainload.packaging.package import Package
 
 Capture = pytest.CaptureFixture[str]
@@ -189,3 +191,22 @@ def test_a_run_is_watched_and_stopped_from_another_process(
         assert stopped["phase"] == "stopped"
         assert stopped["checkpoint"] == stopped["step"] >= 3
         assert started.wait() == 1
+
+
+def test_a_lost_run_in_a_folder_is_shown_without_asking_for_its_lease(
+    ended: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(run_dir: Path) -> None:
+        raise AssertionError("it takes five seconds")
+
+    shutil.copytree(ended, tmp_path / "lost")
+    state = read_state(ended)
+    assert state is not None
+    put_state(tmp_path / "lost", state.model_copy(update={"over": False, "time": 0.0}))
+    monkeypatch.setattr("trainload.launching.run.run_state.has_ended", lambda process: None)
+    monkeypatch.setattr("trainload.launching.run.driver.other_driver", ask)
+    assert told(capsys, "status", tmp_path / "lost")["phase"] == "lost"
+
+
+def test_a_run_is_named_by_the_url_of_its_folder(ended: Path, capsys: Capture) -> None:
+    assert told(capsys, "status", f"file://{ended}")["phase"] == "ended"

@@ -10,7 +10,7 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.keeping import keep
 from trainload.cli.commands.shared import DONE
 from trainload.cli.view import tables as view
-from trainload.core.errors import ClusterError, LostClusterError, TrainingError
+from trainload.core.errors import ClusterError, LostClusterError, StorageError, TrainingError
 from trainload.launching.run.run_place import place_name
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def detach_run(folder: RunFolder, address: str, as_json: bool, others: Sequence[
         job = submit(address, run_dir, [*_driver(place, "auto", as_json=False), *others])
     except LostClusterError:
         raise
-    except (ClusterError, TrainingError):  # no job uses it
+    except (ClusterError, TrainingError, StorageError):  # no job uses it
         folder.is_kept = False
         raise
     if as_json:

@@ -25,10 +25,10 @@ from trainload.cli.commands.shared import (
     CountOf,
     RunPlace,
     Span,
+    driven_run_argument,
     err,
     json_option,
     positive,
-    run_argument,
     show_record,
 )
 from trainload.cli.view import run_progress as run_view
@@ -462,7 +462,7 @@ def _check_one_plan(
 
 
 @click.command(short_help="Continue a run.")
-@run_argument
+@driven_run_argument
 @click.option(
     "--workers", type=positive, metavar="N", help="Number of workers. Default: as before."
 )
@@ -513,7 +513,7 @@ def resume(
     elif backend == "ray" and address is not None:
         from trainload.launching.run.driver import check_no_driver
 
-        RunFiles(run_dir).update()
+        RunFiles(run_dir, journal=False).update()
         check_no_driver(run_dir)
         if changes:
             from trainload.launching.api.launch import change

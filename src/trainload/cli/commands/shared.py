@@ -25,7 +25,7 @@ from rich.progress import (
 from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.formatting import size
-from trainload.core.storage.places import is_url
+from trainload.core.storage.places import is_url, local_path
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -56,21 +56,30 @@ class RunPlace(click.ParamType[Path]):
 
     The value is the folder; for a URL a working copy without files, which is removed when the
     command ends.
+
+    Args:
+        reads: True if the command reads the run, whose records are read at their URL, also where
+            another process has a copy.
     """
 
     name = "run"
 
+    def __init__(self, *, reads: bool = False) -> None:
+        self._reads = reads
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Parse the value of the option."""
-        from trainload.launching.run.working_copy import working_copy
+        from trainload.launching.run.working_copy import place_to_read, working_copy
 
-        if not is_url(value):
-            return Path(value)
+        place = place_to_read(value) if self._reads else value
+        if not is_url(place):
+            return local_path(place)
         assert ctx is not None, "it is the command's"
-        return ctx.with_resource(working_copy(value))
+        return ctx.with_resource(working_copy(place))
 
 
-run_argument = click.argument("run_dir", metavar="RUN_DIR", type=RunPlace())
+run_argument = click.argument("run_dir", metavar="RUN_DIR", type=RunPlace(reads=True))
+driven_run_argument = click.argument("run_dir", metavar="RUN_DIR", type=RunPlace())
 
 
 class NamedCount(click.ParamType[tuple[str, int | None]]):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.2
 _LOOK_SECONDS_AT_URL = 1.0
+_PATIENCE_SECONDS = 600.0
+"""Time for which storage may fail while a run is followed: the default patience of runs."""
 
 
 @click.command(short_help="Show a run's status.")
@@ -33,7 +35,7 @@ def status(run_dir: Path, follow: bool, as_json: bool) -> None:
     """Show the status of a run: progress, ranks and recent failures."""
     from trainload.launching.run.working_copy import RunFiles
 
-    files = RunFiles(run_dir)
+    files = RunFiles(run_dir, journal=follow)
     state = _follow(files) if follow else _require_state(files)
     place = place_name(run_dir)
     if as_json:
@@ -100,13 +102,11 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
 
     if rank is not None and as_json:
         raise click.UsageError("--json cannot be combined with --rank: a rank's output is text.")
-    files = RunFiles(run_dir, logs=rank is not None)
+    files = RunFiles(run_dir, journal=rank is None, rank=rank)
     _require_state(files)
     path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
     if rank is not None and not path.exists() and not follow:
-        existing_ranks = sorted(
-            int(each.stem.partition("-")[2]) for each in (run_dir / LOGS).glob("rank-*.log")
-        )
+        existing_ranks = files.ranks_with_output()
         raise StorageError(
             f"rank {rank} has printed nothing",
             where=f"{place_name(run_dir)}/{LOGS}/{log_name(rank)}",
@@ -130,7 +130,7 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
     from trainload.launching.run.contact import Request
     from trainload.launching.run.working_copy import RunFiles, request
 
-    files, place = RunFiles(run_dir), place_name(run_dir)
+    files, place = RunFiles(run_dir, journal=False), place_name(run_dir)
     state = _require_state(files)
     if not state.alive:
         raise StorageError(
@@ -159,7 +159,6 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
 def _require_state(files: RunFiles) -> RunState:
     """Return the last state that a run's driver wrote, having read what is new at its URL."""
-    from trainload.launching.run.driver import other_driver
     from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.run_state import read_state
 
@@ -175,7 +174,7 @@ def _require_state(files: RunFiles) -> RunState:
     if state is not None and state.phase == "lost":  # or it has ended since it was read
         files.update()
         state = read_state(files.folder)
-        if state is not None and state.phase == "lost" and other_driver(files.folder) is not None:
+        if state is not None and state.phase == "lost" and _is_driven_elsewhere(files):
             # the driver's clock differs from this machine's
             state = state.model_copy(update={"time": time.time()})
     if state is None:
@@ -187,6 +186,13 @@ def _require_state(files: RunFiles) -> RunState:
     return state
 
 
+def _is_driven_elsewhere(files: RunFiles) -> bool:
+    """Return True if another machine drives a run at a URL, by its lease."""
+    from trainload.launching.run.driver import other_driver
+
+    return files.is_at_url and other_driver(files.folder) is not None
+
+
 def _follow(files: RunFiles) -> RunState:
     """Show a run until it has ended. Returns its last state."""
     from trainload.launching.run.journal import Follower
@@ -195,7 +201,7 @@ def _follow(files: RunFiles) -> RunState:
     follower = Follower(files.folder)
     with run_view.RunView(err(), files.folder, past=follower.new()) as show:
         while True:
-            state = _require_state(files)
+            state = _next_state(files)
             for event in follower.new():
                 show(event)
             if not state.alive:
@@ -205,9 +211,25 @@ def _follow(files: RunFiles) -> RunState:
 
 def _wait_for_end(files: RunFiles) -> RunState:
     """Wait for the end of a run, and return its last state."""
-    while (state := _require_state(files)).alive:
+    while (state := _next_state(files)).alive:
         time.sleep(_pause(files))
     return state
+
+
+def _next_state(files: RunFiles) -> RunState:
+    """Return the last state of a run that is followed, whose storage may fail for a while.
+
+    Raises:
+        StorageError: it fails for longer.
+    """
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return _require_state(files)
+        except StorageError:
+            if not files.is_at_url or time.monotonic() > until:
+                raise
+        time.sleep(_LOOK_SECONDS_AT_URL)
 
 
 def _summary_record(state: RunState) -> dict[str, Any]:
@@ -236,7 +258,7 @@ def _lines(path: Path, files: RunFiles, *, follow: bool, last: int | None) -> It
     at = 0
     first = True
     while True:
-        over = not follow or not _require_state(files).alive
+        over = not follow or not _next_state(files).alive
         if path.exists():
             with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 file.seek(at)

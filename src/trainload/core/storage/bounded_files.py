@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,12 +76,29 @@ class BoundedFiles:
         self._call(path, self._files.delete, path)
 
     def send(self, path: str, source: Path, expected: Expected, on_bytes: OnBytes) -> None:
-        """See `StoreFiles.send`. It takes as long as the file, so it has no time limit."""
-        self._files.send(path, source, expected, on_bytes)
+        """See `StoreFiles.send`. The limit, at least `SECONDS`, is for the time between two of its
+        parts.
+        """
+        moved = [time.monotonic()]
+
+        def note(count: int) -> None:
+            moved[0] = time.monotonic()
+            on_bytes(count)
+
+        limit = max(SECONDS, self._seconds or 0.0)
+        _within(
+            self._files.send,
+            (path, source, expected, note),
+            where=self._where(path),
+            limit=limit,
+            since=lambda: moved[0],
+        )
 
     def receive(self, path: str, size: int) -> Iterator[bytes]:
-        """See `StoreFiles.receive`. It takes as long as the file, so it has no time limit."""
-        return self._files.receive(path, size)
+        """See `StoreFiles.receive`. The limit is for each block."""
+        blocks = self._files.receive(path, size)
+        while (block := self._call(path, next, blocks, None)) is not None:
+            yield block
 
     def part(self, path: str, start: int, stop: int) -> bytes:
         """See `StoreFiles.part`."""
@@ -99,8 +117,11 @@ class BoundedFiles:
         self._call(folder, self._files.prune, folder)
 
     def _call(self, path: str, function: Callable[..., T], *arguments: Any) -> T:
-        where = f"{self.url}/{path}".rstrip("/")
+        where = self._where(path)
         return within_limit(function, *arguments, where=where, seconds=self._seconds)
+
+    def _where(self, path: str) -> str:
+        return f"{self.url}/{path}".rstrip("/")
 
 
 class _BoundedUpload:
@@ -128,7 +149,22 @@ def within_limit(
         StorageError: it has not returned within this time (default: `SECONDS`); its thread is left
             running. Otherwise what it raises.
     """
+    began = time.monotonic()
     limit = SECONDS if seconds is None else seconds
+    return _within(function, arguments, where=where, limit=limit, since=lambda: began)
+
+
+def _within(
+    function: Callable[..., T],
+    arguments: tuple[Any, ...],
+    *,
+    where: str,
+    limit: float,
+    since: Callable[[], float],
+) -> T:
+    """Call a function in a thread of its own, until it has not moved for `limit` seconds. `since`
+    returns when it last moved.
+    """
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -138,12 +174,16 @@ def within_limit(
             results.put((None, error))
 
     threading.Thread(target=call, name=f"storage {where}", daemon=True).start()
-    try:
-        result, error = results.get(timeout=limit)
-    except queue.Empty:
-        raise StorageError(
-            "the store does not respond", where=where, expected=f"a response within {limit:g} s"
-        ) from None
+    while True:
+        try:
+            result, error = results.get(timeout=max(0.0, since() + limit - time.monotonic()))
+            break
+        except queue.Empty:
+            if time.monotonic() < since() + limit:
+                continue
+            raise StorageError(
+                "the store does not respond", where=where, expected=f"a response within {limit:g} s"
+            ) from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # None is one of its values then

@@ -150,11 +150,12 @@ class HeldLease(Generic[R]):
         self.id, self.owner = record.id, record.owner
         self.previous, self.previous_returned = previous, previous_returned
         self._sure_until = 0.0
+        self._looked_at = -float("inf")
         self._beat = 0
         self._lost = ""
         self._stop: str | None = None
         self._over = threading.Event()
-        self._lock = threading.Lock()
+        self._lock, self._looking = threading.Lock(), threading.Lock()
         self._renew()
         self._thread = threading.Thread(target=self._keep_renewed, name="lease", daemon=True)
         self._thread.start()
@@ -167,8 +168,7 @@ class HeldLease(Generic[R]):
         """
         if not self._lost and _seconds() > self._sure_until:
             if self._leases.regains:
-                with suppress(StorageError, IntegrityError):
-                    self._check_for_successor()
+                self._look_if_paused()
             else:
                 self._lost = (
                     f"it could not be renewed for {self._record.seconds:g} s, or this process was"
@@ -218,8 +218,18 @@ class HeldLease(Generic[R]):
             if stop is not None:
                 self._stop = stop.who
 
+    def _look_if_paused(self) -> None:
+        """Look for a successor if the thread could not: the process was paused. Otherwise it does,
+        and the caller need not wait for storage that does not respond.
+        """
+        with self._looking:
+            if _seconds() - self._looked_at > self._record.seconds:
+                with suppress(StorageError, IntegrityError):
+                    self._check_for_successor()
+
     def _check_for_successor(self) -> None:
         """Notice that another process has taken the lease."""
+        self._looked_at = _seconds()
         last = self._leases.last()
         if last is not None and last != self.id:
             self._lost = f"another process has taken lease {int(last)}"
