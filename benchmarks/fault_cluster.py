@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -44,9 +45,14 @@ class Nodes:
     """Local Ray cluster to which nodes can be added and from which they can be removed.
 
     The head has no worker. Nodes must be added by the main thread.
+
+    Args:
+        count: number of nodes.
+        caches: folder for a cache of each node; None if they share one.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, caches: Path | None = None) -> None:
+        self._caches = caches
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
@@ -72,7 +78,11 @@ class Nodes:
 
     def add(self) -> None:
         """Add a node."""
-        node = self._cluster.add_node(num_cpus=1)
+        variables = {}
+        if self._caches is not None:
+            cache = self._caches / f"node-{secrets.token_hex(4)}"
+            variables["TRAINLOAD_CACHE_DIR"] = str(cache)
+        node = self._cluster.add_node(num_cpus=1, env_vars=variables)
         self._nodes[node.node_id] = node
 
     def remove(self, node_id: str) -> None:
@@ -108,6 +118,9 @@ class Run:
     """A run and its observed events.
 
     Attributes:
+        folder: its folder, or the working copy of the one who watches it.
+        url: its URL; None if it is in a folder.
+        variables: environment variables of its driver.
         at: time of the fault, in seconds since 1970.
         cleared: end of the fault, if it is temporary.
         destroyed: checkpoints that were deliberately corrupted.
@@ -115,8 +128,10 @@ class Run:
     """
 
     folder: Path
-    data: Path
+    data: Path | str
     nodes: Nodes | NetworkNodes
+    url: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
     at: float = 0.0
@@ -126,7 +141,7 @@ class Run:
     _process: subprocess.Popen[str] | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
 
-    def launch(self, package: Path, *options: str) -> None:
+    def launch(self, package: Path | str, *options: str) -> None:
         """Start the run."""
         self._drive(
             "launch",
@@ -134,7 +149,7 @@ class Run:
             "--data",
             str(self.data),
             "--run-dir",
-            str(self.folder),
+            self.url or str(self.folder),
             "--no-compile",
             "--strategy",
             "zero3",
@@ -143,10 +158,12 @@ class Run:
 
     def resume(self) -> None:
         """Resume the run after its driver has ended."""
-        self._drive("resume", str(self.folder))
+        self._drive("resume", self.url or str(self.folder))
 
     def _drive(self, *arguments: str) -> None:
+        from trainload.core.errors import StorageError
         from trainload.launching.run.journal import Follower
+        from trainload.launching.run.working_copy import RunFiles
 
         command = [
             sys.executable,
@@ -167,6 +184,7 @@ class Run:
             text=True,
             cwd=ROOT,
             start_new_session=True,
+            env={**os.environ, **self.variables},
         )
 
         def listen() -> None:
@@ -174,11 +192,13 @@ class Run:
             self.lines.extend((time.time(), line.rstrip()) for line in process.stderr)
 
         follower = Follower(self.folder, from_end=True)
+        files = RunFiles(self.folder)
 
         def follow() -> None:
             while True:
                 over = process.poll() is not None
-                with suppress(OSError):  # while the run's storage fails
+                with suppress(OSError, StorageError):  # while the run's storage fails
+                    files.update()
                     for event in follower.new():
                         self._hear(event)
                 if over:
@@ -291,6 +311,7 @@ class Fault:
         sizes: allowed numbers of nodes, as for --nodes.
         resumed: True if the run fails and is resumed manually.
         networked: True if the nodes have interfaces of their own.
+        at_url: True if package, data and run are in S3, and the nodes share no folder.
     """
 
     name: str
@@ -301,6 +322,7 @@ class Fault:
     sizes: str = "2"
     resumed: bool = False
     networked: bool = False
+    at_url: bool = False
 
 
 def kill(run: Run) -> None:
@@ -432,6 +454,7 @@ def fill_disk(run: Run, seconds: float = 30.0) -> None:
 
 def lose_data(run: Run, seconds: float = 30.0) -> None:
     """Hide the data, kill a worker, and restore the data later."""
+    assert isinstance(run.data, Path)
     away = run.data.with_suffix(".away")
     run.data.rename(away)
     run.at = time.time()

@@ -32,6 +32,7 @@ from fault_cluster import (
     time_said,
     write_rows,
 )
+from fault_s3 import FAULTS_IN_S3, run_in_s3
 from faults_op import SWITCHES
 from measure import RESULTS, machine, note, save, screen, table
 from network_nodes import NetworkNodes
@@ -63,21 +64,33 @@ def apply_fault(
     note(fault.name)
     for name in SWITCHES:
         Path(os.environ[name]).unlink(missing_ok=True)
+    if fault.at_url:
+        with (
+            disk(scratch / "-".join(fault.name.split()), None) as place,
+            run_in_s3(package, write_rows(scratch / "rows.npz"), place, fault.nodes) as run,
+        ):
+            disturb(fault, run, f"{run.url}.tl")
+            return row(fault, run, reference)
     nodes = NetworkNodes(fault.nodes) if fault.networked else Nodes(fault.nodes)
     try:
         with disk(scratch / "-".join(fault.name.split()), fault.disk) as place:
             run = Run(place / "run", write_rows(scratch / "rows.npz"), nodes)
-            try:
-                run.launch(package, "--nodes", fault.sizes, *OPTIONS)
-                run.reach(AT)
-                fault.act(run)
-                status = run.join()
-            finally:
-                run.end()
-            assert status == 0, "\n".join(text for _, text in run.lines[-20:])
+            disturb(fault, run, package)
             return row(fault, run, reference)
     finally:
         nodes.close()
+
+
+def disturb(fault: Fault, run: Run, package: Path | str) -> None:
+    """Launch a run, and inject a fault."""
+    try:
+        run.launch(package, "--nodes", fault.sizes, *OPTIONS)
+        run.reach(AT)
+        fault.act(run)
+        status = run.join()
+    finally:
+        run.end()
+    assert status == 0, "\n".join(text for _, text in run.lines[-20:])
 
 
 def row(fault: Fault, run: Run, reference: dict[int, float]) -> dict[str, Any]:
@@ -128,7 +141,8 @@ def measure(scratch: Path, names: Sequence[str]) -> dict[str, Any]:
         nodes.close()
     reference = losses_by_step(run.events)
     assert len(reference) == STEPS
-    chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
+    faults = (*FAULTS, *FAULTS_IN_S3)
+    chosen = [fault for fault in faults if not names or any(name in fault.name for name in names)]
     rows: list[dict[str, Any]] = []
     for fault in chosen:
         rows.append(apply_fault(fault, package, scratch, reference))

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from trainload.capture.operators import body_at, is_overload
 from trainload.core.canonical_json import sha256_bytes
@@ -130,7 +131,8 @@ def collectives_of(module: GraphModule, groups: Groups, where: str) -> tuple[Col
 
 
 def graph_digest(module: GraphModule) -> str:
-    """Return the digest of a graph's computation: its nodes in order with their inputs and results.
+    """Return the digest of a graph's computation: its nodes in order with their inputs and results,
+    without their names, which a graph need not keep when it is stored.
 
     Ranks with equal collectives but different graphs would not hang; they would train on each
     other's values.
@@ -144,13 +146,16 @@ def graph_digest(module: GraphModule) -> str:
 
 
 def _lines(module: GraphModule) -> Iterator[str]:
+    numbers = {node: f"%{number}" for number, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
-        values = node.meta.get("val", ())
+        values = () if node.op == "output" else node.meta.get("val", ())
         tensors = values if isinstance(values, tuple | list) else (values,)
         results = [
             f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else str(v) for v in tensors
         ]
-        yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {results}"
+        target = "" if node.op == "placeholder" else node.target
+        inputs = map_arg((node.args, node.kwargs), numbers.__getitem__)
+        yield f"{node.op} {target} {inputs} {results}"
         if (body := body_at(module, node)) is not None:
             yield from _lines(body)
 

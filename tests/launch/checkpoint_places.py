@@ -68,6 +68,13 @@ def s3_kept() -> Kept:
     return Kept(f"s3://{BUCKET}/{secrets.token_hex(8)}/run")
 
 
+_DENIED = (
+    b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: 73\r\n"
+    b"Connection: close\r\n\r\n"
+    b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>\r\n"
+)
+
+
 class Wire:
     """Proxy between a client and a server that can simulate failures.
 
@@ -75,6 +82,7 @@ class Wire:
         refuse: close connections at once.
         refused: number of connections that were refused.
         silent: accept requests but never forward them.
+        denied: respond to requests with these methods that access is denied.
         seen: request lines that were forwarded.
     """
 
@@ -85,6 +93,7 @@ class Wire:
         self.refuse = False
         self.refused = 0
         self.silent = False
+        self.denied: frozenset[bytes] = frozenset()
         self.seen: list[str] = []
         self._open: list[socket.socket] = []
         threading.Thread(target=self._welcome, daemon=True).start()
@@ -127,6 +136,9 @@ class Wire:
                     break
                 if asks and self.silent:
                     continue
+                if asks and data.partition(b" ")[0] in self.denied:
+                    source.sendall(_DENIED)
+                    break
                 if asks:
                     self.seen += [
                         line.decode("latin1")

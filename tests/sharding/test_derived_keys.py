@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainload.autograd_trace.derivation.aot import derive
 from trainload.capture.job.ambient import deterministic_algorithms
-from trainload.packaging.derived import _KEY
+from trainload.packaging.derived import _KEY, read_derived
+from trainload.packaging.package import Package
+from trainload.sharding.analysis.collectives import graph_digest
 from trainload.sharding.plans.device_step_graphs import derived_key
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -35,3 +38,15 @@ def test_graphs_for_cpus_depend_on_neither(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_of_them_are_names_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(_KEY.fullmatch(key) for key in keys(monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["small_package", "gpt"])
+def test_a_graph_that_was_stored_is_the_one_that_is_derived_anew(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    package: Package = request.getfixturevalue(name)
+    for graph in package.manifest.training_graphs():
+        stored = read_derived(package, derived_key(graph, CPU))
+        assert stored is not None
+        derived = derive(package.program(), graph, CPU, is_deterministic=False)
+        assert graph_digest(stored.module) == graph_digest(derived.module)
