@@ -105,6 +105,14 @@ class Package:
         """True unless the package is abstract, and was given none."""
         return self.manifest.abstract is None or self.given is not None
 
+    @property
+    def default_weights(self) -> str | None:
+        """Source of the weights of a launch that names none; None if there is no such source, or
+        the package has weights.
+        """
+        source = self.manifest.weight_source
+        return None if source is None or self.has_weights else source.default
+
     def program(self) -> Program:
         """Load the captured graphs.
 

@@ -38,6 +38,7 @@ from trainload.packaging.format.manifest_records import (
     PassEntry,
     TrainingEntry,
     UpdateEntry,
+    WeightSourceEntry,
 )
 from trainload.packaging.format.package_files import new_folder, walk
 from trainload.packaging.format.package_paths import (
@@ -91,6 +92,7 @@ def write_package(
     max_shard: int = MAX_SHARD,
     abstract: AbstractEntry | None = None,
     initialization: Initialization | None = None,
+    weight_source: WeightSourceEntry | None = None,
     libraries: Libraries = _NO_LIBRARIES,
     bundle: Bundle | None = None,
 ) -> Package:
@@ -107,6 +109,7 @@ def write_package(
         max_shard: bytes of tensors in one weight file.
         abstract: for a program without state: what was proven about it. No weights are written.
         initialization: first values of parameters and buffers.
+        weight_source: where other weights are found.
         libraries: modules that, according to the user, register the operators of other libraries;
             the others are detected.
         bundle: writes the wheels of these libraries into the package. None: no wheels.
@@ -135,6 +138,7 @@ def write_package(
         if initialization is not None:
             write_initialization(root, initialization)
             bare = _with_feature(bare, "initialization")
+        bare = _with_weight_source(bare, weight_source)
         if abstract is not None:
             bare = _with_feature(bare, "abstract").model_copy(update={"abstract": abstract})
         else:
@@ -272,6 +276,11 @@ def with_program(
         )
         if "initialization" in package.manifest.features:
             bare = _with_feature(bare, "initialization")
+        bare = _with_weight_source(bare, package.manifest.weight_source)
+        if package.manifest.abstract is not None:
+            names = tuple(sorted({*package.manifest.abstract.added, *added}))
+            entry = package.manifest.abstract.model_copy(update={"added": names})
+            bare = _with_feature(bare, "abstract").model_copy(update={"abstract": entry})
         added_files = add_weights(package.path, package.manifest, root, added) if added else []
         copied = [
             file
@@ -365,6 +374,11 @@ def with_weights(
         features = set(manifest.features) - {"training", "abstract"} | (
             {"training"} if training is not None else set()
         )
+        source = manifest.weight_source
+        if source is not None:  # the default is for a package without weights
+            source = source.model_copy(update={"default": None})
+            manifest = _with_weight_source(manifest, source if source.names else None)
+            features = features - {"weight-source"} | (set(manifest.features) & {"weight-source"})
         changes = {
             "parent": package.digest,
             "training": training,
@@ -519,6 +533,14 @@ def _with_libraries(bare: Manifest, libraries: Mapping[str, OpLibraryEntry]) -> 
 
 def _with_feature(bare: Manifest, feature: str) -> Manifest:
     return bare.model_copy(update={"features": tuple(sorted({*bare.features, feature}))})
+
+
+def _with_weight_source(manifest: Manifest, source: WeightSourceEntry | None) -> Manifest:
+    features = set(manifest.features) - {"weight-source"}
+    features |= {"weight-source"} if source is not None else set()
+    return manifest.model_copy(
+        update={"weight_source": source, "features": tuple(sorted(features))}
+    )
 
 
 def _state_names(manifest: Manifest) -> list[str]:

@@ -53,6 +53,7 @@ OptimizerFactory = Callable[
     [torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
 ScheduleFunction = Callable[[int], float]
+WeightNames = Mapping[str, str] | Callable[[str], str]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -229,6 +230,9 @@ class Job:
         variants: further example batches by name, each with other entries, constants or shapes than
             `batch`; every graph is captured for each. A run passes a batch to the first variant
             that accepts it, starting with `batch`. See docs/variants.md.
+        weight_names: name of a parameter or buffer in the model's `state_dict()` -> its name in
+            weights that a launch reads (`weights_from`), as a dict or a function of the name.
+            Names that it lacks, and None: they are the same there. See docs/weights.md.
         replays: further batches, each run by the variant that accepts it, on which the freeze
             compares the graphs with eager mode.
         loop: the turns of a round, in order; the name of a graph stands for one run of it. None:
@@ -266,6 +270,7 @@ class Job:
     loop: Sequence[Turn | str] | None = None
     variants: Mapping[str, Batch] = field(default_factory=dict)
     replays: Sequence[Batch] = ()
+    weight_names: WeightNames | None = None
 
 
 def check_job(job: Job) -> None:

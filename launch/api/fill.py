@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainload.core.errors import RequestError
-from trainload.launching.api.request import source_of_weights
 from trainload.launching.run.given_weights import given_weights, with_given
-from trainload.packaging.initialization.initial_source import INIT
 from trainload.packaging.package import Package
 from trainload.packaging.signatures.policy import find_policies
+from trainload.packaging.weight_sources.weight_source import INIT, source_of_weights
 from trainload.packaging.write import with_weights
 
 
 def fill(
     package: Package,
-    source: str | Path,
+    source: str | Path | None,
     path: str | Path,
     *,
     partial: bool = False,
@@ -27,8 +26,8 @@ def fill(
 
     Args:
         package: package that gives everything but the weights. It may be abstract.
-        source: weights, in the forms that `launch` accepts as `weights_from`. They are read
-            one by one.
+        source: weights, in the forms that `launch` accepts as `weights_from`; None for those that
+            the package names. They are read one by one.
         path: folder of the new package, which does not exist.
         partial: True if the source may lack tensors, which keep the package's values, and may have
             other tensors.
@@ -53,7 +52,13 @@ def fill(
         )
         filled = trainload.fill(package, "better.safetensors", "filled.tl")
     """
-    where, policies = source_of_weights(source) or "", find_policies()
+    where, policies = source_of_weights(source) or package.default_weights, find_policies()
+    if where is None:
+        raise RequestError(
+            "is missing, and the package names no source of weights",
+            where="source",
+            expected="weights in one of the forms of docs/weights.md",
+        )
     if seed is not None and where != INIT:
         raise RequestError(
             "it has no effect on weights that are read",

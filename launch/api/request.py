@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, SkipValidation
 
-from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import (
     CheckpointError,
     ClusterError,
@@ -22,7 +21,7 @@ from trainload.core.errors import (
     RequestError,
     StorageError,
 )
-from trainload.core.storage.places import is_url, local_path
+from trainload.core.storage.places import absolute_place, is_url, local_path
 from trainload.core.versions import VERSION
 from trainload.launching.checkpoints.checkpoint_place import place_of, whole_place
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
@@ -37,10 +36,10 @@ from trainload.launching.run.run_spec import RunSpec, at_place, check_new_run, r
 from trainload.launching.run.working_copy import viewed, working_copy
 from trainload.launching.settings.run_settings import RunSettings, Settings
 from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
-from trainload.packaging.initialization.initial_source import INIT
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package, check_weights
 from trainload.packaging.signatures.policy import find_policies
+from trainload.packaging.weight_sources.weight_source import source_of_weights
 from trainload.sharding.planner.check_plan import check_plan
 from trainload.sharding.plans.buckets import item_bytes
 from trainload.sharding.plans.estimate import kept_per_element, state_counts
@@ -111,25 +110,6 @@ class RunRequest(RunSettings, ExecutionOptions, PackageOptions):
     """
 
 
-def absolute_path(path: str | Path | None) -> str | None:
-    """Return an absolute path, or a URL as it is; None for None.
-
-    Raises:
-        StorageError: it contains credentials.
-    """
-    if path is None:
-        return None
-    check_no_credentials(str(path))
-    if str(path).startswith("${") or is_url(path):
-        return str(path)
-    return str(local_path(path).absolute())
-
-
-def source_of_weights(source: str | Path | None) -> str | None:
-    """Return INIT as it is, or the absolute path or URL of a source; see `absolute_path`."""
-    return source if source == INIT and isinstance(source, str) else absolute_path(source)
-
-
 def spec_of(
     package: Package,
     plan: Plan,
@@ -143,7 +123,8 @@ def spec_of(
     policy, checkpoints = request.policy, request.checkpoints
 
     policies = find_policies(None if policy is None else Path(policy))
-    given, partial = source_of_weights(request.weights_from), request.partial_weights
+    partial = request.partial_weights
+    given = source_of_weights(request.weights_from) or package.default_weights
     if partial and given is None:
         raise RequestError(
             "it has no effect without a source of weights",
@@ -160,15 +141,15 @@ def spec_of(
     fields: dict[str, Any] = {name: getattr(request, name) for name in RunSettings.model_fields} | {
         "package": package.source or str(package.path),
         "plan": plan,
-        "data": absolute_path(data.data),
+        "data": absolute_place(data.data),
         "made": data.made,
         "run_dir": str(folder),
         "nonce": secrets.token_hex(16),
         "checkpoints": None if checkpoints is None else whole_place(checkpoints),
         "steps": steps,
         "optimizer_from": _find_optimizer_state(request.optimizer_from, package),
-        "eval_data": absolute_path(data.eval_data),
-        "output": absolute_path(request.output),
+        "eval_data": absolute_place(data.eval_data),
+        "output": absolute_place(request.output),
         "plans": _order_plans(plan, request.plans),
         "libraries": {**dict.fromkeys(sorted(package.namespaces)), **absolute(request.libraries)},
         "trust_extensions": request.trust_extensions,

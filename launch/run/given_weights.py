@@ -9,14 +9,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from trainload.core.canonical_json import sha256_bytes
+from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import PolicyError, WeightsError
+from trainload.core.storage.places import is_url
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.fetching import fetched, pinned
 from trainload.packaging.format.manifest import Manifest
+from trainload.packaging.format.manifest_records import GivenWeightsEntry
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.initialization.initial_file import read_initialization
-from trainload.packaging.initialization.initial_source import INIT, InitialSource
+from trainload.packaging.initialization.initial_source import InitialSource
 from trainload.packaging.package import Package, read_manifest
 from trainload.packaging.signatures.policy import Policy, check_policies, find_policies
 from trainload.packaging.stores.references import is_oci, is_reference
@@ -24,10 +26,14 @@ from trainload.packaging.tensors.weight_shards import WeightReader, stored_tenso
 from trainload.packaging.weight_sources.dcp_source import METADATA, DcpSource
 from trainload.packaging.weight_sources.fitting import first_lines, fitted, grouped
 from trainload.packaging.weight_sources.package_source import PackageSource
-from trainload.packaging.weight_sources.replaced_weights import ReplacedWeights
+from trainload.packaging.weight_sources.replaced_weights import (
+    AddedValues,
+    OwnValues,
+    ReplacedWeights,
+)
 from trainload.packaging.weight_sources.safetensors_source import SafetensorsSource
 from trainload.packaging.weight_sources.source_files import files_at
-from trainload.packaging.weight_sources.weight_source import SourceFile, WeightSource
+from trainload.packaging.weight_sources.weight_source import INIT, SourceFile, WeightSource
 
 Kind = Literal["release", "package", "checkpoint", "files", "init"]
 
@@ -53,6 +59,16 @@ class GivenWeights(BaseModel):
     names: dict[str, str]
     seed: int | None = None
     """Seed of first values."""
+
+    def entry(self) -> GivenWeightsEntry:
+        """Return the record of these weights in a package that was trained from them."""
+        files = [each.model_dump(mode="json") for each in self.files]
+        is_path = self.kind != "init" and not is_url(self.source)
+        return GivenWeightsEntry(
+            kind=self.kind,
+            source=Path(self.source).name if is_path else self.source,
+            digest=sha256_bytes(canonical_json({"files": files, "seed": self.seed})),
+        )
 
 
 def given_weights(
@@ -111,11 +127,15 @@ def with_given(
     return replace(package, given=weights)
 
 
-def _own_values(package: Package) -> WeightReader | InitialSource:
+def _own_values(package: Package) -> OwnValues:
     """Return the values of a package that its source of weights lacks."""
-    if package.manifest.abstract is None:
+    manifest = package.manifest
+    if manifest.abstract is None:
         return package.stored_weights
-    return _first_values(package, 0)  # only tables may be missing, which depend on no seed
+    if not manifest.abstract.added:
+        return _first_values(package, 0)  # only tables may be missing, which depend on no seed
+    added = WeightReader(package.path, manifest)
+    return AddedValues(added, None if not _tables(package) else _first_values(package, 0))
 
 
 def _first_values(package: Package, seed: int) -> InitialSource:

@@ -196,7 +196,12 @@ def _parent_of(manifest: bytes) -> str | None:
 def _training_entry(spec: RunSpec, checkpoint: Checkpoint) -> TrainingEntry:
     """Return the trained package's record of the run."""
     index = checkpoint.index
-    return TrainingEntry(steps=index.step, data=index.data.fingerprint, changed=settings_of(spec))
+    return TrainingEntry(
+        steps=index.step,
+        data=index.data.fingerprint,
+        changed=settings_of(spec),
+        weights=None if spec.given is None else spec.given.entry(),
+    )
 
 
 def _write_trained(

@@ -36,7 +36,7 @@ from trainload.packaging.format.field_types import Option
 from trainload.packaging.format.manifest_records import PassEntry
 from trainload.packaging.format.source_map import restore_traces
 from trainload.packaging.graphs.graph_replacement import with_graph, with_parameters
-from trainload.packaging.package import Package, check_weights, open_package
+from trainload.packaging.package import Package, open_package
 from trainload.packaging.write import with_program
 from trainload.sharding.plans.device_step_graphs import DERIVATION, derived_key
 
@@ -81,17 +81,9 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
 
     Raises:
         JobError: the package cannot be changed this way.
-        PackageError: the package is abstract.
         CaptureError: no step graph can be derived from the changed graphs.
         StorageError: the cache cannot be written.
     """
-    check_weights(package)
-    if package.manifest.abstract is not None:
-        raise JobError(
-            "the graphs of a package without weights of its own cannot be changed at the launch",
-            where="adapters" if changes.adapters is not None else "precision",
-            hint="Write a package with the weights first: trainload.fill.",
-        )
     adapters = (
         None
         if changes.adapters is None

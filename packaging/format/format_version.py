@@ -14,7 +14,7 @@ FORMAT_VERSION = 2
     2 (2026-11-22)  `op_libraries` describes what registers each namespace: distribution, version,
                     digest, modules, Triton kernels, and wheels in extensions/; feature
                     `extensions`. 2026-11-23: feature `training`. 2026-11-29: feature
-                    `initialization`.
+                    `initialization`. 2026-11-30: feature `weight-source`.
 
 A reader upgrades older manifests: packaging/format/upgrade.py. tests/golden keeps a package of each
 version.
@@ -55,6 +55,10 @@ FEATURES: Mapping[str, str] = {
     ),
     "variants": (
         "graphs have variants, each with a guard, which are tried in the order of `variants`"
+    ),
+    "weight-source": (
+        "`weight_source` says where weights are found that a launch without others begins with, and"
+        " under which names"
     ),
     "whole-updates": (
         "the update of a group takes whole parameters of one shape, which the update states"

@@ -19,6 +19,7 @@ from trainload.capture.program import (
     variant_of,
 )
 from trainload.core.canonical_json import canonical_json, parse_canonical, sha256_bytes
+from trainload.core.credentials import check_no_credentials
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
 from trainload.core.records import Record
 from trainload.packaging.format.field_types import Identifier, Label, SafePath, Sha256
@@ -36,6 +37,7 @@ from trainload.packaging.format.manifest_records import (
     PassEntry,
     TrainingEntry,
     UpdateEntry,
+    WeightSourceEntry,
 )
 from trainload.packaging.format.package_paths import (
     CHUNKS,
@@ -60,7 +62,9 @@ class Manifest(Record):
     the present version. A package's identity is the digest of the stored bytes.
     """
 
-    later: ClassVar[frozenset[str]] = frozenset({"abstract", "training", "variants"})
+    later: ClassVar[frozenset[str]] = frozenset(
+        {"abstract", "training", "variants", "weight_source"}
+    )
 
     format_version: Literal[2] = 2
     features: tuple[str, ...]
@@ -85,6 +89,8 @@ class Manifest(Record):
     """The proof, if the package has no weights."""
     training: TrainingEntry | None = None
     """The training run, if the weights were trained from the parent's."""
+    weight_source: WeightSourceEntry | None = None
+    """The source of other weights."""
 
     def to_bytes(self) -> bytes:
         """Return the file: canonical JSON of the fields, and their sha256 as `checksum`."""
@@ -126,12 +132,17 @@ class Manifest(Record):
     def program_digest(self) -> str:
         """Digest of everything that retraining does not change.
 
-        It is the sha256 of the manifest as canonical JSON, without weights, parent and training, in
-        the oldest format version that can express it. So it stays the same when a newer reader
-        reads or retrains the package.
+        It is the sha256 of the manifest as canonical JSON, without weights, their source, parent
+        and training, in the oldest format version that can express it. So it stays the same when a
+        newer reader reads or retrains the package.
         """
-        fields = oldest_form(self.model_dump(mode="json", exclude={"parent", "training"}))
-        fields["features"] = [feature for feature in fields["features"] if feature != "training"]
+        replaced = {"parent", "training", "weight_source"}
+        fields = oldest_form(self.model_dump(mode="json", exclude=replaced))
+        fields["features"] = [
+            feature
+            for feature in fields["features"]
+            if feature not in ("training", "weight-source")
+        ]
         fields["files"] = {
             path: entry
             for path, entry in fields["files"].items()
@@ -305,6 +316,7 @@ class Manifest(Record):
             where,
         )
         _check_abstract(self, where)
+        _check_weight_source(self, where)
         _check_extensions(self, where)
         if ("initialization" in self.features) != (INITIALIZATION in self.files):
             raise PackageError(
@@ -317,7 +329,7 @@ class Manifest(Record):
             )
         needed = [
             *self.graph_files(),
-            *([] if self.abstract is not None else [INDEX, CHUNKS]),
+            *([] if self.abstract is not None and not self.abstract.added else [INDEX, CHUNKS]),
             *([CONSTANTS] if self.constants else []),
         ]
         for path in needed:
@@ -448,12 +460,52 @@ def _check_abstract(manifest: Manifest, where: str) -> None:
             ),
         )
     weights = sorted(path for path in manifest.files if path.startswith("weights/"))
-    if manifest.abstract is not None and weights:
+    if manifest.abstract is None:
+        return
+    if weights and not manifest.abstract.added:
         raise PackageError(
             "a package that says it is abstract has weights",
             where=where,
             got=", ".join(weights[:5]),
         )
+    unknown = set(manifest.abstract.added) - {entry.name for entry in manifest.parameters}
+    if unknown:
+        raise PackageError(
+            "a parameter that was added is none of the package",
+            where=f"{where}, abstract.added",
+            got=", ".join(sorted(unknown)[:5]),
+        )
+
+
+def _check_weight_source(manifest: Manifest, where: str) -> None:
+    """Check the names of weights in other sources, and that only a package without weights has a
+    default one.
+    """
+    source = manifest.weight_source
+    if ("weight-source" in manifest.features) != (source is not None):
+        raise PackageError(
+            "the feature weight-source requires the field weight_source, and the reverse",
+            where=where,
+        )
+    if source is None:
+        return
+    known = {entry.name for entry in manifest.parameters}
+    known |= {entry.name for entry in manifest.buffers}
+    unknown = sorted(source.names.keys() - known)
+    if unknown:
+        raise PackageError(
+            "a name of weights is that of no parameter or buffer",
+            where=f"{where}, weight_source.names",
+            got=", ".join(unknown[:5]),
+        )
+    if source.default is not None:
+        if manifest.abstract is None:
+            raise PackageError(
+                "a package with weights names a source of weights",
+                where=f"{where}, weight_source.default",
+                got=source.default,
+            )
+        check_no_credentials(source.default)
 
 
 def _check_extensions(manifest: Manifest, where: str) -> None:

@@ -188,12 +188,43 @@ class AbstractEntry(Record):
             graph file.
         structure: sha256 of the structure of the graphs, which is the same for both jobs.
         check: check by which the reduced job was compared.
+        added: parameters that a launch added, such as adapters; only these have values in weights/.
     """
+
+    later: ClassVar[frozenset[str]] = frozenset({"added"})
 
     reduced_parameters: Size
     reduced_program: Sha256
     structure: Sha256
     check: Literal["usual", "thorough"]
+    added: tuple[Fqn, ...] = ()
+
+
+class WeightSourceEntry(Record):
+    """The source of weights of a package that does not have all of them itself.
+
+    Attributes:
+        default: the source of a launch that names none: an absolute path, a URL, a release, or
+            "init"; None if a launch has to name one. Only an abstract package has a default.
+        names: parameter or buffer -> its name in sources, for those with another one there.
+    """
+
+    default: Annotated[str, Field(min_length=1, max_length=4096)] | None
+    names: dict[Fqn, Annotated[str, Field(min_length=1, max_length=1024)]]
+
+
+class GivenWeightsEntry(Record):
+    """The weights with which the training run of a package began, if they were not its parent's.
+
+    Attributes:
+        kind: kind of the source, as in run.json.
+        source: its URL, or the name of its file or folder.
+        digest: sha256 of the canonical JSON of the records of its files and of its seed.
+    """
+
+    kind: Literal["release", "package", "checkpoint", "files", "init"]
+    source: Annotated[str, Field(max_length=4096)]
+    digest: Sha256
 
 
 class SettingsEntry(Record):
@@ -215,8 +246,12 @@ class TrainingEntry(Record):
         steps: number of steps of the run.
         data: fingerprint of the training data: a sha256 of all rows.
         changed: changed settings in order of steps; () if the run used those of the parent.
+        weights: the weights with which the run began; None if they were the parent's.
     """
+
+    later: ClassVar[frozenset[str]] = frozenset({"weights"})
 
     steps: Size
     data: Sha256
     changed: Annotated[tuple[SettingsEntry, ...], Field(max_length=10_000)]
+    weights: GivenWeightsEntry | None = None

@@ -10,10 +10,7 @@ from trainload.autograd_trace.initialization.drawn_values import drawn_values
 from trainload.autograd_trace.initialization.elements import Elements, Read
 from trainload.capture.initialization.initial_graphs import Initialization
 from trainload.packaging.tensors.safetensors_file import TensorSpec
-from trainload.packaging.weight_sources.weight_source import SourceFile
-
-INIT = "init"
-"""Name of this source at a launch."""
+from trainload.packaging.weight_sources.weight_source import INIT, SourceFile
 
 
 class InitialSource:

@@ -49,6 +49,16 @@ def stored_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[Te
     )
 
 
+def valued_tensors(manifest: Manifest) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Return those of `stored_tensors` that have values in weights/: all, or in an abstract package
+    those that a launch has added.
+    """
+    state, others = stored_tensors(manifest)
+    if manifest.abstract is None:
+        return state, others
+    return tuple(spec for spec in state if spec.name in manifest.abstract.added), ()
+
+
 def trained_tensors(
     manifest: Manifest, parameters: Collection[str] | None = None
 ) -> frozenset[str]:
@@ -169,19 +179,19 @@ def add_weights(
         IntegrityError: the other's lists are damaged.
         OSError: the disk is full.
     """
-    state, _ = stored_tensors(manifest)
-    homes = _weight_map(
-        parse_canonical(read_checked(package, INDEX, manifest.files[INDEX]), INDEX),
-        {spec.name for spec in state},
-    )
+    state, _ = valued_tensors(manifest)
+    homes: dict[str, str] = {}
+    digests: dict[str, list[str]] = {}
     sizes = {
         path: entry.size
         for path, entry in manifest.files.items()
         if path.startswith("weights/") and path not in (INDEX, CHUNKS)
     }
-    digests = _chunk_table(
-        parse_canonical(read_checked(package, CHUNKS, manifest.files[CHUNKS]), CHUNKS), sizes
-    )
+    if INDEX in manifest.files:
+        index = parse_canonical(read_checked(package, INDEX, manifest.files[INDEX]), INDEX)
+        homes = _weight_map(index, {spec.name for spec in state})
+        table = parse_canonical(read_checked(package, CHUNKS, manifest.files[CHUNKS]), CHUNKS)
+        digests = _chunk_table(table, sizes)
     number = next(n for n in range(1, len(sizes) + 2) if _added_file(n) not in sizes)
     (root / "weights").mkdir(exist_ok=True)
     write_tensors(root / _added_file(number), added)
@@ -226,7 +236,7 @@ class WeightReader:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._specs: dict[str, tuple[str, TensorSpec]] = {}
         self._places: dict[str, dict[str, Place]] = {}
-        state, others = stored_tensors(manifest)
+        state, others = valued_tensors(manifest)
         self._aliases = {p.name: p.alias_of for p in manifest.parameters if p.alias_of is not None}
         state_specs = {spec.name: spec for spec in state}
         index = parse_canonical(read_checked(root, INDEX, manifest.files[INDEX]), INDEX)

@@ -45,8 +45,9 @@ def fitted(
 ) -> dict[str, str]:
     """Return parameter or buffer -> its name in a source.
 
-    Aliases of a tied parameter may be in the source instead of it. If the package's names have a
-    prefix there, such as "model.", only tensors with the prefix count. A dtype may differ if the
+    Names are those of `Manifest.weight_source`. Aliases of a tied parameter may be in the source
+    instead of it. If the package's names have a prefix there, such as "model.", only tensors with
+    the prefix count; it may also be the package that has one. A dtype may differ if the
     conversion is exact, such as bfloat16 to float32. A non-persistent buffer that the source lacks
     keeps the package's value, stored or computed.
 
@@ -66,7 +67,8 @@ def fitted(
     optional = {spec.name for spec in others}
     has_values = manifest.abstract is None
     names = _names(manifest)
-    prefix = _prefix(names, source)
+    removed, prefix = _prefixes(names, source)
+    names = {own: [name.removeprefix(removed) for name in each] for own, each in names.items()}
     for spec in (*state, *others):
         given = [prefix + name for name in names[spec.name] if prefix + name in source.tensors]
         misfits = [problem for name in given for problem in _misfits(spec, source.tensors[name])]
@@ -134,28 +136,52 @@ def is_exact(given: str, wanted: str) -> bool:
 
 
 def _names(manifest: Manifest) -> dict[str, list[str]]:
-    """Return parameter or buffer -> its names: its own, and those of its aliases."""
-    names = {entry.name: [entry.name] for entry in manifest.parameters if entry.alias_of is None}
+    """Return parameter or buffer -> its names in sources: its own, and those of its aliases."""
+    there = {} if manifest.weight_source is None else manifest.weight_source.names
+    names: dict[str, list[str]] = {}
+    for entry in manifest.parameters:
+        if entry.alias_of is None:
+            names[entry.name] = [there.get(entry.name, entry.name)]
     for entry in manifest.parameters:
         if entry.alias_of is not None:
-            names[entry.alias_of].append(entry.name)
-    return names | {entry.name: [entry.name] for entry in manifest.buffers}
+            names[entry.alias_of].append(there.get(entry.name, entry.name))
+    return names | {entry.name: [there.get(entry.name, entry.name)] for entry in manifest.buffers}
 
 
-def _prefix(names: Mapping[str, list[str]], source: WeightSource) -> str:
-    """Return what precedes the package's names in a source, such as "model.": with it, most of them
-    are there. Without a prefix it is "", also if with another as many are there.
+def _prefixes(names: Mapping[str, list[str]], source: WeightSource) -> tuple[str, str]:
+    """Return a prefix that the package's names have and a source's lack, and one that precedes
+    them there, such as "model.": so most of them are there. A prefix is "" if with another one as
+    many are there.
+
+    A prefix is only removed if more than half of the names are there without it, and more than with
+    it.
 
     Raises:
-        WeightsError: several others fit as well as each other, as of a model and its mean.
+        WeightsError: several fit as well as each other, as of a model and its mean.
     """
-    wanted = {name for each in names.values() for name in each}
-    found = Counter(
+    wanted = [name for each in names.values() for name in each]
+    shared = Counter(name[:start] for name in wanted for start in _starts(name)[1:])
+    removable = [prefix for prefix, count in shared.items() if 2 * count > len(wanted)]
+    chosen, found = "", _found_after(set(wanted), source)
+    for removed in sorted(removable, key=len):
+        without = _found_after({name.removeprefix(removed) for name in wanted}, source)
+        most = max(without.values(), default=0)
+        if 2 * most > len(wanted) and most > max(found.values(), default=0):
+            chosen, found = removed, without
+    return chosen, _only_best(found, source)
+
+
+def _found_after(wanted: Collection[str], source: WeightSource) -> Counter[str]:
+    """Return prefix -> number of names that are in a source with it."""
+    return Counter(
         given[:start]
         for given in source.tensors
         for start in _starts(given)
         if given[start:] in wanted
     )
+
+
+def _only_best(found: Mapping[str, int], source: WeightSource) -> str:
     best = [prefix for prefix, count in found.items() if count == max(found.values())]
     if "" in best or not best:
         return ""

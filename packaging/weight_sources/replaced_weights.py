@@ -13,7 +13,7 @@ import torch
 from trainload.core.errors import WeightsError, printable
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.tensors.safetensors_file import DTYPES, TensorSpec, bytes_of
-from trainload.packaging.tensors.weight_shards import stored_tensors
+from trainload.packaging.tensors.weight_shards import WeightReader, stored_tensors
 from trainload.packaging.weight_sources.fitting import is_exact
 from trainload.packaging.weight_sources.weight_source import WeightSource
 
@@ -26,6 +26,28 @@ class OwnValues(Protocol):
 
     def check_headers(self) -> None:
         """See `WeightReader.check_headers`."""
+
+
+class AddedValues:
+    """`OwnValues` of an abstract package to which a launch has added parameters.
+
+    Args:
+        added: values of these.
+        others: what the package computes; None if it computes nothing.
+    """
+
+    def __init__(self, added: WeightReader, others: OwnValues | None) -> None:
+        self._added, self._others = added, others
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightReader.slice`."""
+        if name in self._added or self._others is None:
+            return self._added.slice(name, start, stop)
+        return self._others.slice(name, start, stop)
+
+    def check_headers(self) -> None:
+        """See `WeightReader.check_headers`."""
+        self._added.check_headers()
 
 
 class ReplacedWeights:

@@ -7,7 +7,11 @@ from typing import Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from trainload.core.storage.places import Where, absolute_place
 from trainload.packaging.tensors.safetensors_file import TensorSpec
+
+INIT = "init"
+"""Name of the source that computes a package's first values."""
 
 
 class SourceFile(BaseModel):
@@ -47,3 +51,8 @@ class WeightSource(Protocol):
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flattened tensor, of shape (stop - start,)."""
+
+
+def source_of_weights(source: Where | None) -> str | None:
+    """Return INIT as it is, or the absolute path or URL of a source; see `absolute_place`."""
+    return source if source == INIT and isinstance(source, str) else absolute_place(source)

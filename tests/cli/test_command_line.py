@@ -153,13 +153,13 @@ BAD_REQUESTS = {
     "a package of no chosen set": ["ops", "none.tl", "-o", "new.tl"],
     "no such package to compare operators of": ["ops", "none.tl", "--compat"],
     "a comparison and a set": ["ops", "none.tl", "--compat", "--set", "core"],
-    "operators bundled without weights": [
+    "a source of weights for a package with weights": [
         "freeze",
         "job.py:job",
         "-o",
         "out.tl",
-        "--abstract",
-        "--bundle-ops",
+        "--weights",
+        "init",
     ],
     "no such package to launch": ["launch", "none.tl", "--data", "d.parquet"],
     "no such run": ["resume", "none"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +312,10 @@ def few_initialised() -> trainload.Job:
     return _shaped(Initialised(8), 8)
 
 
+def named() -> trainload.Job:
+    return replace(_shaped(Initialised(48), 48), weight_names={"first.weight": "h/0"})
+
+
 def _shaped(model: nn.Module, width: int) -> trainload.Job:
     def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         found: Tensor = module(batch["x"])
@@ -340,4 +344,5 @@ CASES = {
     ),
     "shapes": Case(shapes, reduced=few_shapes),
     "initialised": Case(initialised, reduced=few_initialised, recorded=True),
+    "named": Case(named, reduced=few_initialised, recorded=True, freeze={"weights_from": "init"}),
 }

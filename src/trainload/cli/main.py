@@ -107,6 +107,7 @@ def _log_level() -> int:
 )
 @click.option("--abstract", is_flag=True, help="Freeze shapes without weights, for planning.")
 @click.option("--reduced", metavar="SPEC", help="A smaller job to compare, with --abstract.")
+@click.option("--weights", "source", metavar="SOURCE", help="Weights of its launches: --abstract.")
 @click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
 @click.option(
     "--wheel", "wheels", multiple=True, metavar="FILE", help="Bundle this wheel; may be repeated."
@@ -124,6 +125,7 @@ def freeze(
     apply_suggested_fixes: bool,
     abstract: bool,
     reduced: str | None,
+    source: str | None,
     bundle_ops: bool,
     wheels: tuple[str, ...],
     assets: tuple[str, ...],
@@ -147,17 +149,15 @@ def freeze(
         )
     if reduced is not None and not abstract:
         raise click.UsageError("--reduced requires --abstract.")
-    if abstract and (bundle_ops or wheels):
-        raise click.UsageError(
-            "--abstract cannot be combined with --bundle-ops or --wheel: name operator libraries at"
-            " the launch."
-        )
+    if source is not None and not abstract:
+        raise click.UsageError("--weights requires --abstract: other packages have weights.")
     libraries = named_libraries()
     # The job's own code may go to another folder, so paths are made absolute before it runs.
     target = Path.cwd() / output
     small_spec = _resolve_spec(reduced)
     own_wheels = tuple(str(Path.cwd() / wheel) for wheel in wheels)
     added = _asset_options(assets)
+    weights_from = _absolute_source(source)
     check_supported_torch()
     began = time.perf_counter()
     from trainload.freezing.load_job import load_recorded_job
@@ -191,6 +191,7 @@ def freeze(
             reduced=small,
             libraries=libraries,
             bundle_ops=own_wheels or bundle_ops,
+            weights_from=weights_from,
         )
     seconds = time.perf_counter() - began
     if as_json:
@@ -214,6 +215,13 @@ def freeze(
         if package.manifest.variants:
             rows.append(("variants", f"the first, {', '.join(package.manifest.variants)}"))
         _out().print(view.table([*rows, *(("applied", str(fix)) for fix in fixes)]))
+
+
+def _absolute_source(source: str | None) -> str | None:
+    """Return a source of weights, which other machines can find."""
+    from trainload.packaging.weight_sources.weight_source import source_of_weights
+
+    return source_of_weights(source)
 
 
 def _asset_options(texts: tuple[str, ...]) -> dict[str, tuple[str, str | None]]:

@@ -22,13 +22,14 @@ from trainload.capture.tracing.abstract_job import capture_abstract, with_real_b
 from trainload.capture.tracing.targets import example_of, targets_of
 from trainload.core.errors import CaptureError, JobError
 from trainload.freezing.initial_values import proven_values, values_like
+from trainload.freezing.named_source import weight_source
 from trainload.freezing.prove import keep_steps, prove
 from trainload.freezing.recorded_job import RecordedJob
 from trainload.packaging.format.manifest_records import AbstractEntry
 from trainload.packaging.graphs.graph_digest import graphs_digest
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package
-from trainload.packaging.write import write_package
+from trainload.packaging.write import Bundle, write_package
 
 _CPU = torch.device("cpu")
 
@@ -39,6 +40,9 @@ def freeze_abstract(
     reduced: RecordedJob | None,
     check: Check,
     libraries: Libraries,
+    *,
+    bundle: Bundle | None = None,
+    weights_from: str | None = None,
 ) -> Package:
     """Write a package of a job whose model has no values.
 
@@ -53,6 +57,8 @@ def freeze_abstract(
         reduced: a job of the same code with smaller sizes, with values.
         check: check that compares the reduced job with eager mode.
         libraries: as for `freeze`.
+        bundle: writes wheels of these libraries into the package.
+        weights_from: the source of weights of launches that name none.
 
     Raises:
         JobError: there is no reduced job; otherwise as `freeze`.
@@ -94,8 +100,10 @@ def freeze_abstract(
         recipe,
         assets=job.assets,
         libraries=libraries,
+        bundle=bundle,
         abstract=entry,
         initialization=values_like(recorded, proven_values(reduced)),
+        weight_source=weight_source(job, program, weights_from),
     )
     keep_steps(package, steps)
     return package

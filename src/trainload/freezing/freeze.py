@@ -22,6 +22,7 @@ from trainload.core.paths import check_name
 from trainload.freezing.abstract import freeze_abstract, no_reduced_job
 from trainload.freezing.bundle import Bundler, given_wheel
 from trainload.freezing.initial_values import proven_values
+from trainload.freezing.named_source import weight_source
 from trainload.freezing.prove import keep_steps, prove
 from trainload.freezing.recorded_job import RecordedJob, recorded_job
 from trainload.launching.node.libraries import import_libraries
@@ -29,6 +30,7 @@ from trainload.packaging.format.assets import asset_sources
 from trainload.packaging.format.package_files import check_new_folder
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package
+from trainload.packaging.weight_sources.weight_source import source_of_weights
 from trainload.packaging.write import write_package
 
 
@@ -47,6 +49,7 @@ def freeze(
     reduced: Job | Callable[[], Job] | RecordedJob | None = None,
     libraries: Libraries = MappingProxyType({}),
     bundle_ops: bool | Sequence[str | Path] = False,
+    weights_from: str | Path | None = None,
 ) -> Package:
     """Capture a job, prove its graphs equal to eager mode, and write the package.
 
@@ -79,6 +82,8 @@ def freeze(
         bundle_ops: True bundles these libraries into the package, as wheels built from installed
             files; a sequence of wheels bundles these instead. False or an empty sequence bundles
             nothing.
+        weights_from: for an abstract package, the weights of launches that name no others, in the
+            forms that `launch` accepts. They are not read now. Default: a launch has to name some.
 
     Raises:
         JobError: the job's description is inconsistent.
@@ -113,6 +118,7 @@ def freeze(
         small,
         libraries,
         bundle_ops,
+        _default_source(weights_from, abstract=abstract),
     )
 
 
@@ -128,6 +134,7 @@ def _freeze(
     reduced: RecordedJob | None,
     libraries: Libraries,
     bundle_ops: bool | Sequence[str | Path],
+    weights_from: str | None,
 ) -> Package:
     """Freeze a job that was constructed; see `freeze`."""
     job = recorded.job
@@ -142,25 +149,23 @@ def _freeze(
         )
     import_libraries(libraries)
     if abstract or reduced is not None:
-        if bundle_ops:
-            raise JobError(
-                "an abstract package cannot bundle operators",
-                where="freeze",
-                hint="Omit bundle_ops, and name the libraries at the launch.",
-            )
         if not abstract or apply_suggested_fixes:
             raise JobError(
                 "reduced requires abstract, and apply_suggested_fixes cannot be combined with it",
                 where="freeze",
                 hint="See docs/abstract.md.",
             )
-        return freeze_abstract(recorded, path, reduced, check, libraries)
+        return freeze_abstract(
+            recorded,
+            path,
+            reduced,
+            check,
+            libraries,
+            bundle=_bundler(bundle_ops, libraries),
+            weights_from=weights_from,
+        )
     job = arranged(job)
-    wheels = (
-        ()
-        if isinstance(bundle_ops, bool)
-        else tuple(given_wheel(Path(wheel)) for wheel in bundle_ops)
-    )
+    bundle = _bundler(bundle_ops, libraries)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
     for fix in fixes:
         if on_fix is not None:
@@ -177,12 +182,33 @@ def _freeze(
         proven.recipe,
         assets=job.assets,
         initialization=proven_values(recorded),
+        weight_source=weight_source(job, proven.program, None),
         debug=debug,
         libraries=libraries,
-        bundle=Bundler(wheels, libraries) if bundle_ops else None,
+        bundle=bundle,
     )
     keep_steps(package, proven.training_steps())
     return package
+
+
+def _bundler(bundle_ops: bool | Sequence[str | Path], libraries: Libraries) -> Bundler | None:
+    """Return what writes operator libraries into the package; None if nothing does."""
+    if not bundle_ops:
+        return None
+    given = () if isinstance(bundle_ops, bool) else bundle_ops
+    return Bundler(tuple(given_wheel(Path(wheel)) for wheel in given), libraries)
+
+
+def _default_source(source: str | Path | None, *, abstract: bool) -> str | None:
+    """Return the source of weights that a package names, which other machines can find."""
+    if source is not None and not abstract:
+        raise JobError(
+            "a package with weights needs no source of them",
+            where="weights_from",
+            got=str(source),
+            hint="Name it at the launch, or freeze without values (abstract=True).",
+        )
+    return source_of_weights(source)
 
 
 def _tracing_record(program: Program) -> dict[str, dict[str, str]]:

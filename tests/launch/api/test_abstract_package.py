@@ -93,6 +93,17 @@ def test_it_records_the_library_that_the_user_named(tmp_path: Path) -> None:
     assert package.manifest.op_libraries["golden_ops"].modules == ("kernels",)
 
 
+def test_it_bundles_operator_libraries_like_a_package_with_weights(tmp_path: Path) -> None:
+    whole = trainload.freeze(operators(), tmp_path / "whole.tl", bundle_ops=True)
+    package = trainload.freeze(
+        operators(), tmp_path / "a.tl", abstract=True, reduced=operators(), bundle_ops=True
+    )
+    assert package.manifest.op_libraries == whole.manifest.op_libraries
+    wheels = [file for file in whole.manifest.files if file.startswith("extensions/")]
+    assert wheels
+    assert all(package.manifest.files[file] == whole.manifest.files[file] for file in wheels)
+
+
 def test_no_wheels_bundle_nothing(tmp_path: Path) -> None:
     package = trainload.freeze(operators(), tmp_path / "a.tl", bundle_ops=())
     assert "extensions" not in package.manifest.features
@@ -112,7 +123,7 @@ def test_it_has_the_graphs_of_the_job_with_weights(abstract: Package, concrete: 
 @pytest.mark.slow
 def test_the_same_job_gives_the_same_bytes(abstract: Package, tmp_path: Path) -> None:
     again = trainload.freeze(
-        large(depth=DEPTH), tmp_path / "again.tl", abstract=True, reduced=small()
+        abstract_jobs.big, tmp_path / "again.tl", abstract=True, reduced=abstract_jobs.reduced
     )
     assert again.digest == abstract.digest
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import trainload
 from trainload.cli import main as cli
-from trainload.core.errors import JobError, PolicyError, RequestError, WeightsError
+from trainload.core.errors import PolicyError, RequestError, WeightsError
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.run_spec import read_spec
 from trainload.packaging.package import Package
@@ -279,21 +279,68 @@ def test_without_weights_the_error_says_how_to_pass_them(
         losses(abstract, data, tmp_path / "run")
 
 
-def test_its_graphs_are_not_changed_at_the_launch(
+CHANGES = {
+    "precision": trainload.Overrides(precision="bf16"),
+    "adapters": trainload.Overrides(adapters=trainload.Adapters(rank=2, layers=("*.weight",))),
+    "both": trainload.Overrides(
+        precision="bf16", adapters=trainload.Adapters(rank=2, layers=("*.weight",))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_its_graphs_are_changed_at_the_launch_like_those_of_one_with_weights(
+    name: str, abstract: Package, large: Package, data: Path, tmp_path: Path
+) -> None:
+    overrides = CHANGES[name]
+
+    def trained(of: Package, place: str, **options: Any) -> list[float]:
+        plan = trainload.plan(overrides.apply(of), trainload.Cluster(), "single")
+        trainload.launch(
+            of,
+            plan,
+            data,
+            run_dir=tmp_path / place,
+            backend="local",
+            compile=False,
+            overrides=overrides,
+            output=tmp_path / f"{place}.tl",
+            **options,
+        )
+        return [e.data["loss"] for e in read_events(tmp_path / place) if e.kind == "step"]
+
+    filled = trainload.fill(abstract, large.path, tmp_path / "whole.tl")
+    found = trained(abstract, "given", weights_from=large.path)
+    assert found == trained(filled, "filled")
+    mine, its = (trainload.open(tmp_path / f"{each}.tl") for each in ("given", "filled"))
+    assert mine.manifest.abstract is None
+    for each in its.weights.names():
+        assert torch.equal(mine.weights.tensor(each), its.weights.tensor(each))
+
+
+def test_a_run_with_adapters_of_it_is_continued(
     abstract: Package, large: Package, data: Path, tmp_path: Path
 ) -> None:
-    overrides = trainload.Overrides(precision="bf16")
-    plan = trainload.plan(abstract, trainload.Cluster(), "single")
-    with pytest.raises(JobError, match=r"trainload\.fill"):
+    overrides = CHANGES["adapters"]
+
+    def trained(place: str, **options: Any) -> list[float]:
+        plan = trainload.plan(overrides.apply(abstract), trainload.Cluster(), "single")
         trainload.launch(
             abstract,
             plan,
             data,
-            run_dir=tmp_path / "run",
+            run_dir=tmp_path / place,
             backend="local",
-            weights_from=large.path,
+            compile=False,
             overrides=overrides,
+            weights_from=large.path,
+            **options,
         )
+        if options["steps"] < 4:
+            trainload.resume(tmp_path / place, backend="local", steps=4)
+        return [e.data["loss"] for e in read_events(tmp_path / place) if e.kind == "step"]
+
+    assert trained("parts", steps=2) == trained("whole", steps=4)
 
 
 def test_adapters_are_beside_given_weights(large: Package, data: Path, tmp_path: Path) -> None:

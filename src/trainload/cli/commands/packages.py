@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainload.autograd_trace.graphs import GraphRecipe, TurnRecipe
     from trainload.packaging.format.field_types import Option
     from trainload.packaging.format.manifest import Manifest
-    from trainload.packaging.format.manifest_records import OpLibraryEntry
+    from trainload.packaging.format.manifest_records import OpLibraryEntry, WeightSourceEntry
     from trainload.packaging.package import Package
 
 
@@ -350,6 +350,8 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         rows.insert(
             2, ("abstract", f"no weights; proven on {proven}, check {manifest.abstract.check}")
         )
+    if manifest.weight_source is not None:
+        rows.insert(3, ("other weights", _format_weight_source(manifest.weight_source)))
     rows += _guard_rows(manifest)
     rows += [
         ("operator library", f"{namespace}: {_format_library(entry)}")
@@ -371,12 +373,21 @@ def _summary(path: Path, digest: str, manifest: Manifest) -> list[tuple[str, Any
         rows.append(
             ("trained", f"{manifest.training.steps} steps on data {manifest.training.data}")
         )
+        if manifest.training.weights is not None:
+            given = manifest.training.weights
+            rows.append(("begun with", f"{given.kind} {given.source}, {given.digest}"))
         for change in manifest.training.changed:
             settings = ", ".join(
                 f"{name}={_format_setting(value)}" for name, value in change.settings.items()
             )
             rows.append((f"from step {change.step}" if change.step else "settings", settings))
     return rows
+
+
+def _format_weight_source(source: WeightSourceEntry) -> str:
+    """Return where a package's weights are found, and how many have another name there."""
+    renamed = f"{len(source.names):,} with other names there" if source.names else ""
+    return ", ".join(filter(None, (source.default, renamed)))
 
 
 def _format_setting(value: Option) -> str:
@@ -428,7 +439,10 @@ def _format_turn(turn: TurnRecipe) -> str:
 @click.command(short_help="Fill in its weights.")
 @package_argument
 @click.option(
-    "--weights", "source", required=True, metavar="SOURCE", help="Weights (docs/weights.md)."
+    "--weights",
+    "source",
+    metavar="SOURCE",
+    help="Weights (docs/weights.md).  [default: the package's own source]",
 )
 @click.option("--partial-weights", is_flag=True, help="They may lack tensors or have others.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of init. Default: the package's.")
@@ -436,7 +450,7 @@ def _format_turn(turn: TurnRecipe) -> str:
 @json_option
 def fill(
     package: Path,
-    source: str,
+    source: str | None,
     partial_weights: bool,
     seed: int | None,
     output: Path,

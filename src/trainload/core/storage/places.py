@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
+from trainload.core.credentials import check_no_credentials
+
 Where: TypeAlias = Path | str
 """The path of a file or folder, or an fsspec URL."""
 
@@ -25,3 +27,17 @@ def split_url(url: str) -> tuple[str, str]:
 def local_path(where: Where) -> Path:
     """Return the path of a place on this machine, without its protocol."""
     return Path(where.partition("://")[2] if isinstance(where, str) and "://" in where else where)
+
+
+def absolute_place(where: Where | None) -> str | None:
+    """Return an absolute path, or a URL as it is; None for None.
+
+    Raises:
+        StorageError: it contains credentials.
+    """
+    if where is None:
+        return None
+    check_no_credentials(str(where))
+    if str(where).startswith("${") or is_url(where):
+        return str(where)
+    return str(local_path(where).absolute())

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.launch.checkpoint_places import Wire, wire_to
 from tests.launch.forked import command
-from tests.launch.runs_at_url import arguments, has_begun, launched, losses_at, summary_at
+from tests.launch.run_at_url.local_runs import arguments, has_begun, launched, losses_at, summary_at
 from tests.ranks import end, start
 from tests.waiting import wait_until
 

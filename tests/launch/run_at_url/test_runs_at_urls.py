@@ -17,7 +17,14 @@ import pytest
 from tests.launch.checkpoint_places import wire_to
 from tests.launch.commands import refused
 from tests.launch.forked import command
-from tests.launch.runs_at_url import STEPS, arguments, has_begun, launched, losses_at, summary_at
+from tests.launch.run_at_url.local_runs import (
+    STEPS,
+    arguments,
+    has_begun,
+    launched,
+    losses_at,
+    summary_at,
+)
 from tests.waiting import wait_until
 
 import trainload
