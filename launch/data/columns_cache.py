@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from trainload.core.errors import DataError, MissingDataError, StorageError
 from trainload.launching.data.columns import Array
 from trainload.launching.data.data_files import DataFile
 from trainload.launching.node.cache import make_room, use
+from trainload.packaging.tensors.safetensors_file import DTYPES
 
 _VERSION = 1
 """Part of the key. Increase it when the files made from the same source change."""
@@ -62,8 +64,8 @@ def make_cached(
             array of the input's dtype.
 
     Raises:
-        StorageError: the cache cannot be written or the disk is full, and nothing is left behind;
-            or a file's URL cannot be reached.
+        StorageError: the columns do not fit the cache, which cannot be written or whose disk is
+            full, and nothing is left behind; or a file's URL cannot be reached.
         DataError: a file does not exist any more, or an error of `make`.
     """
     try:
@@ -87,9 +89,9 @@ def make_cached(
                 return cached
             remove_temporaries(folder)
             shutil.rmtree(folder, ignore_errors=True)  # incomplete, or changed
-            make_room(cache_dir.parent)
+            rows, blocks = make()
+            make_room(cache_dir.parent, _size_of(rows, inputs), "the data set")
             with new_folder(folder) as temporary:
-                rows, blocks = make()
                 _convert(temporary, [spec.name for spec in inputs], rows, blocks)
             created = _read_cached(folder)
             assert created is not None
@@ -103,6 +105,16 @@ def make_cached(
             got=str(error),
             hint="Free some disk space or choose another cache folder.",
         ) from error
+
+
+def _size_of(rows: int, inputs: Sequence[InputSpec]) -> int:
+    """Return the bytes of columns: at least, if dims are not known before the rows are read."""
+    return sum(
+        rows
+        * math.prod(dim for dim in spec.shape[1:] if isinstance(dim, int))
+        * DTYPES[spec.dtype].itemsize
+        for spec in inputs
+    )
 
 
 def _identity(file: DataFile, cache_dir: Path) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainload.core.errors import RequestError, StorageError
+from trainload.core.formatting import size
 
 LOCK_SECONDS = 3600.0
 """Time that a process waits for another process of the node that creates an entry."""
@@ -115,41 +116,77 @@ def leave(but: Collection[Path] = ()) -> None:
         os.close(_used.pop(entry))
 
 
-def make_room(cache: Path) -> None:
+def make_room(cache: Path, needed: int = 0, what: str = "a new entry") -> None:
     """Evict unused entries from a node's cache, least recently used first, until there is room.
 
-    It is called before an entry is created. The size of the new entry is unknown, so it may exceed
-    the limit until the next entry is created.
+    It is called before an entry is created. The new entry may exceed the limit, together with
+    others, until the next one is created.
 
     Args:
         cache: the node's cache.
+        needed: bytes of the new entry; 0 if they are unknown.
+        what: what it is, for the error.
 
     Raises:
         RequestError: $TRAINLOAD_CACHE_GIB is not a number.
+        StorageError: the new entry is larger than $TRAINLOAD_CACHE_GIB (unless that is 0: nothing
+            stays that is not in use), or than what the disk has beside the entries in use.
     """
     for kind in _KINDS:
         # left by a process that was killed while it removed an entry
         for leftover in (cache / kind).glob(f"*.{_REMOVED_SUFFIX}"):
             shutil.rmtree(leftover, ignore_errors=True)
-    if _has_room(cache):
+    limit = _limit()
+    if limit and needed > limit:
+        raise _room_error(cache, f"at most {size(int(limit))}, ${SIZE_VARIABLE}", needed, what)
+    if _has_room(cache, limit, needed):
         return
     for _, entry in sorted((_last_use(entry), entry) for entry in _entries(cache)):
-        if _remove_unused(entry) and _has_room(cache):
+        if _remove_unused(entry) and _has_room(cache, limit, needed):
             return
+    if needed > (free := _free_bytes(cache)):
+        raise _room_error(cache, f"at most {size(free)}, which are free", needed, what)
 
 
-def _has_room(cache: Path) -> bool:
+def _room_error(cache: Path, expected: str, needed: int, what: str) -> StorageError:
+    return StorageError(
+        f"{what} does not fit this node's cache",
+        where=str(cache),
+        expected=expected,
+        got=size(needed),
+        hint=(
+            f"Free some disk space, raise ${SIZE_VARIABLE}, or choose another cache with"
+            " $TRAINLOAD_CACHE_DIR."
+        ),
+    )
+
+
+def _limit() -> float | None:
+    """Return the maximum bytes of all entries; None if a part of the disk is left free instead."""
     limit = os.environ.get(SIZE_VARIABLE)
-    if not limit:
-        disk = os.statvfs(cache)
-        return disk.f_bavail >= _FREE_SHARE * disk.f_blocks
     try:
-        most = float(limit) * 2**30
+        return float(limit) * 2**30 if limit else None
     except ValueError as error:
         raise RequestError(
-            "this is not a size", where=f"${SIZE_VARIABLE}", expected="a number of GiB", got=limit
+            "this is not a size",
+            where=f"${SIZE_VARIABLE}",
+            expected="a number of GiB",
+            got=str(limit),
         ) from error
-    return _total_bytes(cache) <= most
+
+
+def _has_room(cache: Path, limit: float | None, needed: int) -> bool:
+    if needed and needed > _free_bytes(cache):
+        return False
+    if limit is not None:
+        return _total_bytes(cache) <= limit
+    disk = os.statvfs(cache)
+    return disk.f_bavail >= _FREE_SHARE * disk.f_blocks
+
+
+def _free_bytes(cache: Path) -> int:
+    disk = os.statvfs(cache)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _total_bytes(cache: Path) -> int:

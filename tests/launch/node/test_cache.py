@@ -17,8 +17,9 @@ from tests.packaging.places import retrained
 
 import trainload
 from trainload.capture.program import InputSpec
-from trainload.core.errors import RequestError
+from trainload.core.errors import RequestError, StorageError
 from trainload.launching.data.dataset import open_dataset
+from trainload.launching.data.run_data import open_run_data
 from trainload.launching.node.cache import SIZE_VARIABLE, in_use, leave, make_room, use
 from trainload.launching.node.fetching import fetched, pinned
 from trainload.packaging.package import Package
@@ -188,3 +189,41 @@ def test_data_that_is_converted_takes_the_place_of_others(tmp_path: Path, cache:
         assert np.array_equal(data.batch(np.arange(250))["x"].numpy(), rows)
     # 2.1 KiB each; the last one was not counted yet when room was made for it
     assert len(list((cache / "data").glob("*/columns.json"))) == 2
+
+
+def test_a_data_set_that_is_larger_than_the_cache_may_be_is_refused_before_it_is_read(
+    tiny: Package, tiny_data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SIZE_VARIABLE, str(10 / 2**30))
+    with pytest.raises(
+        StorageError, match=r"the data set does not fit.*at most 10 bytes, \$TRAINLOAD_CACHE_GIB"
+    ):
+        open_run_data(tiny_data, tiny, 4, cache / "data")
+    assert list(cache.glob("data/*/columns.json")) == []
+
+
+def test_a_data_set_that_the_disk_has_no_room_for_is_refused_before_it_is_read(
+    tiny: Package, tiny_data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SIZE_VARIABLE)
+    monkeypatch.setattr(
+        os, "statvfs", lambda _path: SimpleNamespace(f_bavail=1, f_blocks=1, f_frsize=10)
+    )
+    with pytest.raises(StorageError, match=r"the data set does not fit.*at most 10 bytes, .*free"):
+        open_run_data(tiny_data, tiny, 4, cache / "data")
+
+
+def test_entries_make_room_for_a_data_set_that_needs_their_space(
+    tiny: Package, tiny_data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for age in (30, 20, 10):
+        entry(cache, str(age), age=age)
+    monkeypatch.delenv(SIZE_VARIABLE)
+    free = {3: 0, 2: 10**9}
+
+    def disk(_path: object) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=free[len(names(cache))], f_blocks=0, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", disk)
+    open_run_data(tiny_data, tiny, 4, cache / "data")
+    assert names(cache) == {"20", "10"}
