@@ -93,10 +93,6 @@ def refused(**changes: Any) -> str:
         ({"train": {"steps": True}}, ["train.steps", "got true"]),
         ({"attempts": 21}, ["attempts", "less than or equal to 20", "got 21"]),
         (
-            {"handover": {"place": "s3://bucket/serving"}},
-            ["handover.place", "not a URL", "got s3://bucket/serving"],
-        ),
-        (
             {"handover": {"place": "p", "graph": "predict"}},
             ["handover", "a graph only with the forms pt2 and aoti"],
         ),

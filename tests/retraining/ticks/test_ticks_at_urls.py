@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load
 from tests.launch.checkpoint_places import use
 from tests.launch.forked import command
 from tests.packaging.places import BUCKET, KEYS, s3_server
@@ -17,11 +20,14 @@ from tests.retraining.conftest import write_day
 from tests.retraining.ticking import LINE, config_of, day, name, tick
 from tests.waiting import wait_until
 
+import trainload
 from trainload.cli import main as cli
 from trainload.core.storage.open_files import open_files
+from trainload.launching.node.fetching import here
 from trainload.launching.run.journal import read_events
 from trainload.launching.run.working_copy import state_at, viewed
 from trainload.packaging.package import Package
+from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
 from trainload.retraining.config.config import Config
 from trainload.retraining.ticks.tick_records import Ended, Evaluated, Ticks, Trained
@@ -137,3 +143,25 @@ def test_a_tick_that_was_killed_is_continued_on_another_machine(
         starts = [each.data["step"] for each in read_events(files.folder) if each.kind == "start"]
     assert starts[0] == 0
     assert starts[1] > 0
+
+
+def test_the_current_release_is_handed_over_at_a_url(
+    lived: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, told = f"{URL}/serving", tmp_path / "told"
+    script = f"import sys, pathlib; pathlib.Path({str(told)!r}).write_text(sys.argv[1])"
+    handover = {"place": "serving", "command": [sys.executable, "-c", script]}
+    url = send_configuration(lived, handover=handover)
+    for _ in range(2):
+        assert cli.run(["retrain", "handover", url]) == 0
+    files, release = open_files(place), Store(lived.store).current(LINE)
+    assert release is not None
+    name = f"{LINE}-{shown(release.release)}"
+    assert files.read("current", 100) == f"{name}\n".encode()
+    assert told.read_text() == f"{place}/{name}"
+    weights = files.read(f"{name}/model.safetensors", 2**20)
+    assert weights is not None
+    _, path = here(f"{lived.store}#{LINE}/{shown(release.release)}")
+    own = trainload.open(path).weights
+    found = load(weights)
+    assert all(torch.equal(found[each], own.tensor(each)) for each in own.names())

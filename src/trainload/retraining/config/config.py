@@ -10,7 +10,6 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -52,12 +51,6 @@ def _check_span(value: object) -> object:
     return value
 
 
-def _check_folder(path: str) -> str:
-    if "://" in path:
-        raise ValueError("a folder on storage that all machines share, not a URL")
-    return path
-
-
 def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -82,8 +75,6 @@ Names = Annotated[
 """A text or a list of texts."""
 Some = Annotated[Names, Field(min_length=1)]
 """A text or a non-empty list of texts."""
-Folder = Annotated[str, AfterValidator(_check_folder)]
-"""A path on this machine."""
 Positive = Annotated[int, Field(ge=1, strict=True)]
 MOST_ATTEMPTS = 20
 """Maximum number of attempts of a tick."""
@@ -342,8 +333,8 @@ class Handover(_Section):
 
     Attributes:
         form: format of the export, as for `trainload export`.
-        place: folder into which each release is exported under its own name. The link `current` in
-            it points to the newest one.
+        place: folder or URL to which each release is exported under its own name. In a folder the
+            link `current` points to the newest one, at a URL the file `current` contains its name.
         graph: graph of the package, for pt2 and aoti; None for the prediction graph.
         command: command that is run afterwards. It receives the tick's record as JSON on standard
             input, and the export's path as its last argument.
@@ -351,7 +342,7 @@ class Handover(_Section):
     """
 
     form: Literal["pt2", "aoti", "huggingface"] = "huggingface"
-    place: Folder
+    place: str
     graph: str | None = None
     command: Names = ()
     timeout: Span = timedelta(minutes=10)

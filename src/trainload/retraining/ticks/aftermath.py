@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,8 +19,10 @@ from typing import Any
 
 from trainload.core.atomic import replace_link, temporary_beside
 from trainload.core.errors import StorageError, TrainloadError
+from trainload.core.storage.interface import send_file
 from trainload.core.storage.open_files import open_bounded
 from trainload.core.storage.places import is_url
+from trainload.launching.node.cache import default_cache_dir
 from trainload.packaging.package import Package
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.releases import shown
@@ -31,10 +34,18 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".pt2", "huggingface": ""}
 _TAIL = 400
 _REMOVED_RUN = re.compile(r"\.[0-9]{8}T[0-9]{6}Z\.([0-9a-f]+\.part|[0-9]+)")
 CURRENT = "current"
+_MOST_NAME_BYTES = 4096
 
 
 def handed_over(handover: Handover) -> str | None:
-    """Return the target of the link `current`; None if it does not exist."""
+    """Return the name of the release that was handed over last; None if there is none.
+
+    Raises:
+        StorageError: the place is a URL that cannot be reached.
+    """
+    if is_url(handover.place):
+        content = open_bounded(handover.place).read(CURRENT, _MOST_NAME_BYTES)
+        return None if content is None else content.decode(errors="replace").strip()
     link = Path(handover.place) / CURRENT
     return os.readlink(link) if link.is_symlink() else None
 
@@ -45,8 +56,7 @@ def name_at(handover: Handover, line: str, release: str) -> str:
 
 
 def hand_over(handover: Handover, package: Package, name: str, record: Mapping[str, Any]) -> None:
-    """Export a release unless that was done, make the link `current` point to it, and run the
-    command.
+    """Export a release unless that was done, make `current` name it, and run the command.
 
     Args:
         handover: its configuration.
@@ -57,6 +67,16 @@ def hand_over(handover: Handover, package: Package, name: str, record: Mapping[s
     Raises:
         TrainloadError: the export failed, the place cannot be written, or the command failed.
     """
+    if is_url(handover.place):
+        target = _export_to_url(handover, package, name)
+    else:
+        target = _export_to_folder(handover, package, name)
+    if handover.command:
+        tell((*handover.command, target), record, handover.timeout)
+
+
+def _export_to_folder(handover: Handover, package: Package, name: str) -> str:
+    """Export a release into a folder, with a link `current`; return the path."""
     from trainload.exporting.export_graphs import export
 
     place = Path(handover.place)
@@ -70,8 +90,25 @@ def hand_over(handover: Handover, package: Package, name: str, record: Mapping[s
         raise StorageError(
             f"a release cannot be handed over: {error.strerror or error}", where=str(place)
         ) from error
-    if handover.command:
-        tell((*handover.command, str(target)), record, handover.timeout)
+    return str(target)
+
+
+def _export_to_url(handover: Handover, package: Package, name: str) -> str:
+    """Export a release to a URL, with a file `current` that names it; return its URL."""
+    from trainload.exporting.export_graphs import export
+
+    files = open_bounded(handover.place)
+    if handed_over(handover) != name:
+        folder = default_cache_dir() / "retraining"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".handover-", dir=folder) as made:
+            export(package, Path(made) / name, to=handover.form, graph=handover.graph)
+            for path in sorted(Path(made).rglob("*")):
+                if path.is_file():
+                    send_file(files, path.relative_to(made).as_posix(), path)
+        # those who serve see the release when it is complete
+        files.replace(CURRENT, f"{name}\n".encode())
+    return f"{files.url}/{name}"
 
 
 def record_of(ended: Ended) -> dict[str, Any]:
