@@ -68,11 +68,13 @@ def s3_kept() -> Kept:
     return Kept(f"s3://{BUCKET}/{secrets.token_hex(8)}/run")
 
 
-_DENIED = (
-    b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: 73\r\n"
-    b"Connection: close\r\n\r\n"
-    b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>\r\n"
-)
+_REASON = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
+def _denied(method: bytes) -> bytes:
+    body = b"" if method == b"HEAD" else _REASON
+    head = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Wire:
@@ -136,8 +138,8 @@ class Wire:
                     break
                 if asks and self.silent:
                     continue
-                if asks and data.partition(b" ")[0] in self.denied:
-                    source.sendall(_DENIED)
+                if asks and (method := data.partition(b" ")[0]) in self.denied:
+                    source.sendall(_denied(method))
                     break
                 if asks:
                     self.seen += [

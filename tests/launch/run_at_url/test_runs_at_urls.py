@@ -31,6 +31,7 @@ import trainload
 from trainload.cli import main as cli
 from trainload.core.atomic import create_file
 from trainload.core.storage.open_files import open_files
+from trainload.launching.data.made_data import Data
 from trainload.launching.run.driver import driving
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.publication import Publication
@@ -328,3 +329,51 @@ def test_a_run_on_ray_survives_its_workers(
     assert 2 <= told["starts"][1] < 12
     launched(gpt, gpt_data, tmp_path / "alone", steps=12)
     assert losses_at(url) == pytest.approx(losses(read_events(tmp_path / "alone")), abs=1e-5)
+
+
+WRITTEN, READ = ("run_dir", "checkpoints", "output"), ("data", "package", "weights_from")
+DENIED = ["PUT POST", "GET HEAD", "PUT POST GET HEAD DELETE"]
+
+
+@pytest.mark.parametrize(
+    ("place", "methods"),
+    [(place, denied) for place in WRITTEN for denied in DENIED]
+    + [(place, denied) for place in READ for denied in DENIED[1:]],
+)
+def test_a_bucket_without_permission_is_told_before_the_first_step(
+    place: str,
+    methods: str,
+    tiny: Package,
+    tiny_data: Path,
+    tmp_path: Path,
+    url: str,
+    s3: str,
+    machine: Path,
+) -> None:
+    files = open_files(url)
+    data: Data = tiny_data
+    run_dir: str | Path = tmp_path / "run"
+    options = dict[str, Any]()
+    if place == "run_dir":
+        run_dir = url
+    elif place == "data":
+        files.replace("rows.npz", tiny_data.read_bytes())
+        data = f"{url}/rows.npz"
+    elif place == "package":
+        launched(tiny, tiny_data, tmp_path / "before", output=f"{url}/x.tl")
+    elif place == "weights_from":
+        files.replace("w.safetensors", next(tiny.path.glob("weights/model-*")).read_bytes())
+        options[place] = f"{url}/w.safetensors"
+    else:
+        options[place] = f"{url}/{place}"
+
+    def begin() -> None:
+        package = trainload.open(f"{url}/x.tl") if place == "package" else tiny
+        launched(package, data, run_dir, **options)
+
+    with wire_to(s3) as wire:
+        wire.denied = frozenset(each.encode() for each in methods.split())
+        with pytest.raises(trainload.StorageError, match=r"denied access.*credentials"):
+            begin()
+    assert not (tmp_path / "run" / "run.json").exists()
+    assert files.size("run.json") is None
