@@ -75,7 +75,7 @@ class Publication:
         self._state = b""
         self._requests: set[Request] = set()
         self._sent: dict[str, tuple[int, int]] = {}
-        self._has_warned = False
+        self._has_begun = self._has_warned = False
         self._fence = 0  # bytes of the journal up to this driver's event
         self._held = ExitStack()
         self._over = threading.Event()
@@ -106,6 +106,7 @@ class Publication:
             self._requests = {each for each in REQUESTS if (self._folder / each.file).exists()}
             self._note_bases()
         self._begin_tasks(self._files)
+        self._has_begun = True
 
     def _find_unpublished(self, files: StoreFiles) -> None:
         bases = json.loads((self._folder / KEPT_FILE).read_bytes() or b"{}")
@@ -152,18 +153,19 @@ class Publication:
         """Warn once when records cannot be published.
 
         Raises:
-            StorageError: they cannot be for longer than the run's patience.
+            StorageError: they cannot be for longer than the run's patience. Files of sinks are not
+                worth that.
         """
         failing = [
-            (each.failing_seconds, each.error)
-            for each in self._tasks.values()
+            (each.failing_seconds, name, each.error)
+            for name, each in self._tasks.items()
             if each.error is not None and not isinstance(each.error, LeaseLostError)
         ]
         if not failing:
             self._has_warned = False
             return
-        seconds, error = max(failing, key=lambda each: each[0])
-        if seconds > self._patience:
+        seconds, name, error = max(failing, key=lambda each: (each[1] != "files", each[0]))
+        if seconds > self._patience and name != "files":
             raise StorageError(
                 f"the run's records cannot be published: {error.problem}",
                 where=error.where,
@@ -184,11 +186,11 @@ class Publication:
         Raises:
             StorageError: it cannot be removed.
         """
+        if self._files is None or self._is_left or not self._has_begun:
+            return
         self._over.set()
         for task in self._tasks.values():
             task.end()
-        if self._files is None:
-            return
         self._files.delete(STATE_FILE)
         if self._journal is not None and Journal(self._folder).size() == self._fence:
             self._journal.remove_last()
@@ -205,8 +207,9 @@ class Publication:
         with self._held:
             for task in self._tasks.values():
                 task.end()
-            self._publish_last(self._files)
-            (self._folder / KEPT_FILE).unlink(missing_ok=True)
+            if self._has_begun:
+                self._publish_last(self._files)
+                (self._folder / KEPT_FILE).unlink(missing_ok=True)
 
     def _publish_last(self, files: StoreFiles) -> None:
         until = time.monotonic() + LAST_SECONDS
@@ -368,26 +371,29 @@ class _Repeated:
     def __init__(self, publish: Callable[[], None], seconds: float, over: threading.Event) -> None:
         self._publish, self._seconds, self._over = publish, seconds, over
         self.error: TrainloadError | None = None
-        self._succeeded = time.monotonic()
+        self._failing_since = 0.0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._repeat, name="records", daemon=True)
         self._thread.start()
 
     @property
     def failing_seconds(self) -> float:
-        """Seconds since it was last published, if it cannot be published now; otherwise 0."""
-        return 0.0 if self.error is None else time.monotonic() - self._succeeded
+        """Seconds since the first of the attempts that have failed; 0 if the last one has not."""
+        return 0.0 if self.error is None else time.monotonic() - self._failing_since
 
     def once(self) -> bool:
         """Publish what was written. Return True if that succeeded."""
         with self._lock:
+            began = time.monotonic()
             try:
                 self._publish()
             except (TrainloadError, OSError) as error:
                 log_handled(_log, "records were not published", error)
+                if self.error is None:
+                    self._failing_since = began
                 self.error = error if isinstance(error, TrainloadError) else _as_storage(error)
                 return False
-            self.error, self._succeeded = None, time.monotonic()
+            self.error = None
             return True
 
     def end(self) -> None:

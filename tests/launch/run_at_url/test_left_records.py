@@ -128,8 +128,12 @@ def test_records_of_a_driver_that_was_replaced_elsewhere_stay_on_its_machine(
         Journal(folder).write("warning", message="only here")
     with working_copy(url) as folder, driving(folder, Publication(folder)):
         Journal(folder).write("warning", message="elsewhere")
+        write_state(folder, 1, Summary(phase="ended"), {}, over=True)
+    state = open_files(url).read("state.json", 2**20)
     publish_kept(url)
-    assert "only here" in (copy / "events.jsonl").read_text()
+    with working_copy(f"{url}-other"):
+        assert "only here" in (copy / "events.jsonl").read_text()
+    assert open_files(url).read("state.json", 2**20) == state
     with viewed(url) as run:
         kinds = [event.data.get("message") for event in read_events(run.folder)]
     assert kinds == [None, "elsewhere"]
@@ -340,3 +344,24 @@ def test_other_machines_read_the_records_of_the_one_that_drives(url: str, machin
         await_end(folder)
         assert read_events(folder)[-1].kind == "end"
     thread.join()
+
+
+def test_a_file_that_cannot_be_sent_is_a_warning(
+    url: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("no")
+
+    warnings: list[str] = []
+    with working_copy(url) as folder:
+        publication = Publication(folder, patience=0.0)
+        publication.begin(check_nothing)
+        (folder / "tensorboard").write_bytes(b"x")
+        with monkeypatch.context() as patch:
+            patch.setattr(publishing, "send_file", fail)
+            publication._tasks["files"].once()
+            for _ in range(2):
+                publication.check(warnings.append)
+        assert len(warnings) == 1
+        publication.close()
+    assert open_files(url).size("tensorboard") == 1
