@@ -22,7 +22,7 @@ from trainload.capture.tracing.abstract_job import capture_abstract, with_real_b
 from trainload.capture.tracing.targets import example_of, targets_of
 from trainload.core.errors import CaptureError, JobError
 from trainload.freezing.initial_values import proven_values, values_like
-from trainload.freezing.named_source import weight_source
+from trainload.freezing.named_source import names_in_sources, weight_source
 from trainload.freezing.prove import keep_steps, prove
 from trainload.freezing.recorded_job import RecordedJob
 from trainload.packaging.format.manifest_records import AbstractEntry
@@ -103,7 +103,7 @@ def freeze_abstract(
         bundle=bundle,
         abstract=entry,
         initialization=values_like(recorded, proven_values(reduced)),
-        weight_source=weight_source(job, program, weights_from),
+        weight_source=weight_source(names_in_sources(job), program, weights_from),
     )
     keep_steps(package, steps)
     return package

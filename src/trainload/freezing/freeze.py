@@ -22,7 +22,7 @@ from trainload.core.paths import check_name
 from trainload.freezing.abstract import freeze_abstract, no_reduced_job
 from trainload.freezing.bundle import Bundler, given_wheel
 from trainload.freezing.initial_values import proven_values
-from trainload.freezing.named_source import weight_source
+from trainload.freezing.named_source import names_in_sources, weight_source
 from trainload.freezing.prove import keep_steps, prove
 from trainload.freezing.recorded_job import RecordedJob, recorded_job
 from trainload.launching.node.libraries import import_libraries
@@ -139,7 +139,9 @@ def _freeze(
     """Freeze a job that was constructed; see `freeze`."""
     job = recorded.job
     check_job(job)
-    asset_sources(job.assets)  # check them before the long part of the work
+    # checked before the long part of the work
+    asset_sources(job.assets)
+    names = names_in_sources(job)
     if abstract and strict is not None:
         raise JobError(
             "an abstract package is always captured in the non-strict mode",
@@ -182,7 +184,7 @@ def _freeze(
         proven.recipe,
         assets=job.assets,
         initialization=proven_values(recorded),
-        weight_source=weight_source(job, proven.program, None),
+        weight_source=weight_source(names, proven.program, None),
         debug=debug,
         libraries=libraries,
         bundle=bundle,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
@@ -11,35 +14,41 @@ from trainload.core.errors import JobError
 from trainload.packaging.format.manifest_records import WeightSourceEntry
 
 
-def weight_source(job: Job, program: Program, default: str | None) -> WeightSourceEntry | None:
+def weight_source(
+    names: Mapping[str, str], program: Program, default: str | None
+) -> WeightSourceEntry | None:
     """Return where weights of a package are found; None if that needs no description.
 
     Args:
-        job: the job, of whose model names in sources may differ.
-        program: its program.
+        names: result of `names_in_sources`.
+        program: the package's program.
         default: the source of a launch that names none.
+    """
+    known = {each.name for each in program.parameters} | {each.name for each in program.buffers}
+    renamed = {name: there for name, there in names.items() if name in known and name != there}
+    return (
+        None
+        if default is None and not renamed
+        else WeightSourceEntry(default=default, names=renamed)
+    )
+
+
+def names_in_sources(job: Job) -> dict[str, str]:
+    """Return the name in sources of weights of each parameter and buffer of a job's model.
 
     Raises:
         JobError: `Job.weight_names` names unknown parameters, or one name twice.
     """
-    names = _names(job, program)
-    if default is None and not names:
-        return None
-    return WeightSourceEntry(default=default, names=names)
-
-
-def _names(job: Job, program: Program) -> dict[str, str]:
-    """Return parameter or buffer -> its name in sources, for those with another one there."""
-    owners = {each.name: each.alias_of or each.name for each in program.parameters}
-    owners |= {each.name: each.name for each in program.buffers}
+    state: dict[str, torch.Tensor] = {
+        **dict(job.model.named_parameters(remove_duplicate=False)),
+        **dict(job.model.named_buffers(remove_duplicate=False)),
+    }
     chosen = job.weight_names
-    if chosen is None:
-        return {}
     names: dict[str, Any]
     if callable(chosen):
-        names = {name: chosen(name) for name in owners}
+        names = {name: chosen(name) for name in state}
     else:
-        unknown = sorted(chosen.keys() - owners.keys())
+        unknown = sorted((chosen or {}).keys() - state.keys())
         if unknown:
             raise JobError(
                 "a name is that of no parameter or buffer",
@@ -47,7 +56,7 @@ def _names(job: Job, program: Program) -> dict[str, str]:
                 expected="names of the model's state_dict()",
                 got=", ".join(unknown[:5]),
             )
-        names = {name: chosen.get(name, name) for name in owners}
+        names = {name: name for name in state} | dict(chosen or {})
     for name, there in names.items():
         if not isinstance(there, str) or not there:
             raise JobError(
@@ -56,7 +65,8 @@ def _names(job: Job, program: Program) -> dict[str, str]:
                 expected="a name",
                 got=repr(there),
             )
-    uses = Counter(there for there, _ in {(there, owners[name]) for name, there in names.items()})
+    tensors = {(there, id(state[name])) for name, there in names.items()}
+    uses = Counter(there for there, _ in tensors)
     twice = sorted(there for there, count in uses.items() if count > 1)
     if twice:
         raise JobError(
@@ -65,4 +75,4 @@ def _names(job: Job, program: Program) -> dict[str, str]:
             expected="different names, except of tied parameters",
             got=", ".join(twice[:5]),
         )
-    return {name: there for name, there in names.items() if there != name}
+    return names

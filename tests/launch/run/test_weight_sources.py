@@ -137,6 +137,7 @@ def test_a_trained_package_keeps_the_names(
     losses(trainload.open(tmp_path / "trained.tl"), data, tmp_path / "next", weights_from=file)
 
 
+@pytest.mark.matrix("teacher.student.")
 @pytest.mark.parametrize("prefix", ["", "module.", "teacher.student."])
 def test_the_package_may_have_the_prefix(
     data: Path, tmp_path: Path, expected: list[float], prefix: str

@@ -93,6 +93,7 @@ def size_at(url: str) -> int:
     return sum(file.size for file in open_files(url).walk("events"))
 
 
+@pytest.mark.slow
 def test_what_a_driver_that_was_killed_in_an_outage_has_written_is_published_by_the_next_one(
     tiny: Package, tiny_data: Path, tmp_path: Path, url: str, s3: str, machine: Path
 ) -> None:
