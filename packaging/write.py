@@ -371,14 +371,13 @@ def with_weights(
             max_shard,
             trained_tensors(manifest, trained),
         )
+        source = manifest.weight_source
+        if source is not None:  # the default is for a package without weights
+            source = source.model_copy(update={"default": None}) if source.names else None
+            manifest = _with_weight_source(manifest, source)
         features = set(manifest.features) - {"training", "abstract"} | (
             {"training"} if training is not None else set()
         )
-        source = manifest.weight_source
-        if source is not None:  # the default is for a package without weights
-            source = source.model_copy(update={"default": None})
-            manifest = _with_weight_source(manifest, source if source.names else None)
-            features = features - {"weight-source"} | (set(manifest.features) & {"weight-source"})
         changes = {
             "parent": package.digest,
             "training": training,
