@@ -127,7 +127,13 @@ def test_a_plan_for_the_frozen_package_is_refused(
         )
 
 
-def test_an_abstract_package_is_refused() -> None:
+def test_an_abstract_package_has_values_of_its_adapters_alone() -> None:
     abstract = next(each for each in goldens() if each.name == "shapes")
+    overrides = trainload.Overrides(adapters=trainload.Adapters(rank=1, layers=("0.weight",)))
+    adapted = overrides.apply(trainload.open(abstract.package))
+    assert adapted.manifest.abstract is not None
+    new = {entry.name for entry in adapted.manifest.parameters if entry.trainable}
+    assert set(adapted.manifest.abstract.added) == new
+    assert len(new) == 2
     with pytest.raises(PackageError, match="this package is abstract"):
-        trainload.Overrides(adapters=ADAPTERS).apply(trainload.open(abstract.package))
+        _ = adapted.weights
