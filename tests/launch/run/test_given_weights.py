@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.launch.commands import contents
-from tests.launch.run.token_jobs import job_of
+from tests.launch.run.token_jobs import job_of, losses, write_tokens
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.packaging.places import BUCKET, KEYS, s3_server
 from tests.packaging.signers import Signers
@@ -96,9 +95,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "rows.npz"
-    draw = np.random.default_rng(0)
-    np.savez(path, x=draw.integers(0, SMALL, 64), y=draw.integers(0, SMALL, 64))
-    return path
+    return write_tokens(path, rows=64, tokens=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +106,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state.pop("embedding.weight")
     save_file(state, folder / "model.safetensors")
     return folder
-
-
-def losses(package: Package, data: Path, run_dir: Path, **options: Any) -> list[float]:
-    plan = trainload.plan(package, trainload.Cluster(), "zero3")
-    trainload.launch(
-        package, plan, data, run_dir=run_dir, backend="local", compile=False, **options
-    )
-    return [event.data["loss"] for event in read_events(run_dir) if event.kind == "step"]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.launch.run.token_jobs import job_of, loss
+from tests.launch.run.token_jobs import job_of, loss, losses, write_tokens
 from tests.laws.runs import Run, train
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,6 +25,7 @@ from trainload.packaging.package import Package
 
 SMALL, LARGE = 8, 12
 ROWS = 64
+single = functools.partial(losses, strategy="single")
 
 
 class Model(nn.Module):
@@ -61,9 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(folder: Path) -> Path:
     path = folder / "rows.npz"
-    draw = np.random.default_rng(0)
-    np.savez(path, x=draw.integers(0, 16, ROWS), y=draw.integers(0, 16, ROWS))
-    return path
+    return write_tokens(path, rows=ROWS, tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +98,6 @@ def different(a: Package, b: Package) -> list[str]:
     return [name for name, value in weights_of(a).items() if not torch.equal(value, theirs[name])]
 
 
-def losses(package: Package, data: Path, run_dir: Path, **options: Any) -> list[float]:
-    plan = trainload.plan(package, trainload.Cluster(), "single")
-    trainload.launch(
-        package, plan, data, run_dir=run_dir, backend="local", compile=False, **options
-    )
-    return [event.data["loss"] for event in read_events(run_dir) if event.kind == "step"]
-
-
 def test_the_first_values_are_those_of_the_code(filled: Package) -> None:
     tensors = weights_of(filled)
     expected = 1.0 / 10.0 ** (torch.arange(LARGE) / LARGE)
@@ -120,8 +112,8 @@ def test_the_first_values_are_those_of_the_code(filled: Package) -> None:
 def test_a_run_has_the_losses_of_a_package_with_these_weights(
     abstract: Package, filled: Package, data: Path, tmp_path: Path
 ) -> None:
-    found = losses(abstract, data, tmp_path / "init", weights_from="init")
-    assert found == losses(filled, data, tmp_path / "filled")
+    found = single(abstract, data, tmp_path / "init", weights_from="init")
+    assert found == single(filled, data, tmp_path / "filled")
 
 
 PLANS: dict[str, tuple[int, str, dict[str, int]]] = {
@@ -181,12 +173,12 @@ def test_another_seed_gives_other_values(
     other = trainload.fill(abstract, "init", tmp_path / "other.tl", seed=1)
     assert set(weights_of(filled)) - set(different(other, filled)) == {"scale", "count"}
     options: dict[str, Any] = {"overrides": trainload.Overrides(seed=1), "steps": 1}
-    first = losses(abstract, data, tmp_path / "init", weights_from="init", **options)
-    assert first == losses(other, data, tmp_path / "filled", **options)
+    first = single(abstract, data, tmp_path / "init", weights_from="init", **options)
+    assert first == single(other, data, tmp_path / "filled", **options)
 
 
 def test_the_seed_is_recorded(abstract: Package, data: Path, tmp_path: Path) -> None:
-    losses(abstract, data, tmp_path / "run", weights_from="init", steps=1)
+    single(abstract, data, tmp_path / "run", weights_from="init", steps=1)
     given = read_spec(tmp_path / "run").given
     assert given is not None
     assert (given.kind, given.seed) == ("init", abstract.recipe.seed)
@@ -197,8 +189,8 @@ def test_the_seed_is_recorded(abstract: Package, data: Path, tmp_path: Path) -> 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not(
     abstract: Package, data: Path, tmp_path: Path
 ) -> None:
-    whole = losses(abstract, data, tmp_path / "whole", weights_from="init")
-    losses(abstract, data, tmp_path / "run", weights_from="init", steps=2)
+    whole = single(abstract, data, tmp_path / "whole", weights_from="init")
+    single(abstract, data, tmp_path / "run", weights_from="init", steps=2)
     trainload.resume(tmp_path / "run", backend="local", steps=4)
     found = [event.data["loss"] for event in read_events(tmp_path / "run") if event.kind == "step"]
     assert found == whole
@@ -222,18 +214,18 @@ def test_a_buffer_that_a_state_dict_lacks_is_computed(
     found = trainload.fill(abstract, tmp_path / "model.safetensors", tmp_path / "other.tl")
     assert different(found, filled) == sorted(state.keys() - {"count"}, key=list(state).index)
     source = str(tmp_path / "model.safetensors")
-    first = losses(abstract, data, tmp_path / "run", weights_from=source)
-    assert first == losses(found, data, tmp_path / "filled")
+    first = single(abstract, data, tmp_path / "run", weights_from=source)
+    assert first == single(found, data, tmp_path / "filled")
 
 
 def test_a_package_with_values_begins_from_others(
     concrete: Package, data: Path, tmp_path: Path
 ) -> None:
-    own = losses(concrete, data, tmp_path / "own")
-    first = losses(concrete, data, tmp_path / "init", weights_from="init")
+    own = single(concrete, data, tmp_path / "own")
+    first = single(concrete, data, tmp_path / "init", weights_from="init")
     assert own != first
     again = trainload.fill(concrete, "init", tmp_path / "filled.tl")
-    assert first == losses(again, data, tmp_path / "again")
+    assert first == single(again, data, tmp_path / "again")
 
 
 def test_a_package_with_values_has_the_draws_of_one_without(
@@ -245,7 +237,7 @@ def test_a_package_with_values_has_the_draws_of_one_without(
 def test_the_output_of_a_run_can_be_initialised(
     abstract: Package, filled: Package, data: Path, tmp_path: Path
 ) -> None:
-    losses(abstract, data, tmp_path / "run", weights_from="init", output=tmp_path / "out.tl")
+    single(abstract, data, tmp_path / "run", weights_from="init", output=tmp_path / "out.tl")
     trained = trainload.open(tmp_path / "out.tl")
     assert different(trained, filled)
     assert different(trainload.fill(trained, "init", tmp_path / "again.tl"), filled) == []
@@ -335,7 +327,7 @@ def test_damaged_graphs_are_detected_before_the_run(
     file.unlink()
     file.write_bytes(content.replace(b"normal", b"cauchy", 1))
     with pytest.raises(IntegrityError, match=r"initialization\.json"):
-        losses(trainload.open(path), data, tmp_path / "run", weights_from="init")
+        single(trainload.open(path), data, tmp_path / "run", weights_from="init")
     assert not (tmp_path / "run" / "run.json").exists()
 
 

@@ -8,17 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.launch.run.token_jobs import job_of
+from tests.launch.run.token_jobs import job_of, losses, write_tokens
 from torch import Tensor, nn
 
 import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import JobError, PackageError, StorageError, WeightsError
-from trainload.launching.run.journal import read_events
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.manifest_records import WeightSourceEntry
 from trainload.packaging.package import Package
@@ -45,7 +43,7 @@ class Inner(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """What a job puts around a model."""
+    """A wrapper that a job adds around a model."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,9 +67,7 @@ def there(name: str) -> str:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "rows.npz"
-    draw = np.random.default_rng(0)
-    np.savez(path, x=draw.integers(0, SMALL, 64), y=draw.integers(0, SMALL, 64))
-    return path
+    return write_tokens(path, rows=64, tokens=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +80,6 @@ def saved(path: Path, width: int) -> Path:
     state = seeded(Inner, width, seed=1).state_dict()
     save_file({there(name): value.clone() for name, value in state.items()}, path)
     return path
-
-
-def losses(package: Package, data: Path, run_dir: Path, **options: Any) -> list[float]:
-    plan = trainload.plan(package, trainload.Cluster(), "zero3")
-    trainload.launch(
-        package, plan, data, run_dir=run_dir, backend="local", compile=False, **options
-    )
-    return [event.data["loss"] for event in read_events(run_dir) if event.kind == "step"]
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ leaves.
 from __future__ import annotations
 
 import os
+import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,8 +28,8 @@ from trainload.core.storage.open_files import open_files
 from trainload.launching.run import publication as publishing
 from trainload.launching.run.driver import check_nothing, driving
 from trainload.launching.run.journal import LOGS, Journal, append_log, losses, read_events
-from trainload.launching.run.kept_records import await_end, publish_kept
-from trainload.launching.run.publication import Publication
+from trainload.launching.run.kept_records import publish_kept
+from trainload.launching.run.publication import Publication, await_end
 from trainload.launching.run.run_state import Summary, write_state
 from trainload.launching.run.working_copy import KEPT_FILE, viewed, working_copy
 from trainload.packaging.package import Package
@@ -42,7 +42,7 @@ def copies(machine: Path) -> list[Path]:
 def hold_copy(place: str, ready: Path) -> None:
     with working_copy(place):
         ready.touch()
-        time.sleep(600.0)
+        signal.pause()  # until it is killed
 
 
 @contextmanager
