@@ -477,15 +477,16 @@ def restart_cluster(run: Run) -> None:
 
 def corrupt_checkpoint(run: Run) -> None:
     """Change a byte of the newest checkpoint, and kill a worker."""
-    from trainload.launching.checkpoints.index import published
+    from trainload.core.storage.open_files import open_files
+    from trainload.launching.checkpoints.checkpoint_place import place_of
 
-    step, folder = list(published(run.folder).items())[-1]
-    shard = max(folder.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
-    with shard.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
+    step, folder = list(place_of(run.url or run.folder, None).published().items())[-1]
+    files = open_files(folder)
+    shards = [each for each in files.walk("") if each.path.endswith(".safetensors")]
+    shard = max(shards, key=lambda each: each.modified or 0.0)
+    content = files.read(shard.path, shard.size)
+    assert content is not None
+    files.replace(shard.path, content[:-1] + bytes([content[-1] ^ 1]))
     run.destroyed.add(step)
     kill(run)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_cluster import Fault, Nodes, Run, kill
+from fault_cluster import Fault, Nodes, Run, corrupt_checkpoint, kill
 from measure import ROOT
 
 if str(ROOT) not in sys.path:
@@ -124,20 +124,6 @@ def replace_driver(run: Run) -> None:
         "TRAINLOAD_CACHE_DIR": f"{run.variables['TRAINLOAD_CACHE_DIR']}-elsewhere",
     }
     run.resume()
-
-
-def corrupt_checkpoint(run: Run) -> None:
-    """Change a byte of the newest checkpoint, and kill a worker."""
-    assert run.url is not None
-    files = open_files(run.url)
-    (newest,) = files.names("checkpoints")[-1:]
-    shards = [each.path for each in files.walk(f"checkpoints/{newest}")]
-    path = max(each for each in shards if each.endswith(".safetensors"))
-    content = files.read(path, 2**30)
-    assert content is not None
-    files.replace(path, content[:-1] + bytes([content[-1] ^ 1]))
-    run.destroyed.add(int(newest.rpartition("-")[2]))
-    kill(run)
 
 
 FAULTS_IN_S3 = (

@@ -33,9 +33,9 @@ from trainload.launching.node.build import is_compiled
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.driver import CheckDriver, check_no_driver, driving
 from trainload.launching.run.journal import Event, followed, stream_events
-from trainload.launching.run.kept_records import await_end, publish_kept
+from trainload.launching.run.kept_records import publish_kept
 from trainload.launching.run.opening import frozen_package
-from trainload.launching.run.publication import Publication, publishing_output
+from trainload.launching.run.publication import Publication, await_end, publishing_output
 from trainload.launching.run.result import RunResult, check_output, finish, output_exists
 from trainload.launching.run.run_changes import changed, changes_run
 from trainload.launching.run.run_directory import RunFolder, removed_unless_kept

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from trainload.core.errors import DataError, MissingDataError, StorageError
 from trainload.launching.data.columns import Array
 from trainload.launching.data.data_files import DataFile
 from trainload.launching.node.cache import make_room, use
-from trainload.packaging.tensors.safetensors_file import DTYPES
+from trainload.packaging.tensors.safetensors_file import TensorSpec
 
 _VERSION = 1
 """Part of the key. Increase it when the files made from the same source change."""
@@ -109,11 +108,10 @@ def make_cached(
 
 def _size_of(rows: int, inputs: Sequence[InputSpec]) -> int:
     """Return the bytes of columns: at least, if dims are not known before the rows are read."""
+    known = [(rows, *(dim for dim in spec.shape[1:] if isinstance(dim, int))) for spec in inputs]
     return sum(
-        rows
-        * math.prod(dim for dim in spec.shape[1:] if isinstance(dim, int))
-        * DTYPES[spec.dtype].itemsize
-        for spec in inputs
+        TensorSpec(spec.name, spec.dtype, shape).nbytes
+        for spec, shape in zip(inputs, known, strict=True)
     )
 
 

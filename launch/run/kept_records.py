@@ -5,18 +5,15 @@ publish them.
 from __future__ import annotations
 
 import logging
-import time
-from pathlib import Path
 
-from trainload.core.errors import ConflictError, StorageError
+from trainload.core.errors import ConflictError
 from trainload.core.logs import log_handled
 from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.run.copy_use import used
 from trainload.launching.run.driver import driving
-from trainload.launching.run.publication import LAST_SECONDS, Publication
+from trainload.launching.run.publication import Publication
 from trainload.launching.run.run_place import url_of
-from trainload.launching.run.run_state import STATE_SECONDS, read_state
-from trainload.launching.run.working_copy import RunFiles, kept_copies, remove_copy
+from trainload.launching.run.working_copy import kept_copies, remove_copy
 
 _log = logging.getLogger(__name__)
 
@@ -44,30 +41,3 @@ def publish_kept(run_dir: Where) -> None:
         else:
             if is_url(run_dir) or copy != local_path(run_dir).absolute():
                 remove_copy(copy)
-
-
-def await_end(folder: Path) -> None:
-    """Wait for the last records of a run that another machine drives, and read them.
-
-    Args:
-        folder: a working copy. Nothing is done in any other folder, where they are.
-
-    Raises:
-        StorageError: they cannot be read, or there are none for too long.
-    """
-    files = RunFiles(folder)
-    if not files.is_at_url:
-        return
-    until = time.monotonic() + LAST_SECONDS
-    while True:
-        files.update()
-        state = read_state(folder)
-        if state is not None and state.over:
-            return
-        if time.monotonic() > until:
-            raise StorageError(
-                "the driver of the run has not written its last records",
-                where=str(url_of(folder)),
-                hint="See `trainload status`.",
-            )
-        time.sleep(STATE_SECONDS)

@@ -31,9 +31,9 @@ from trainload.launching.run.copy_use import driven
 from trainload.launching.run.driver import CheckDriver, check_nothing
 from trainload.launching.run.journal import JOURNAL, LOGS, Journal
 from trainload.launching.run.run_directory import RUN_FILE, resume_command
-from trainload.launching.run.run_place import files_of
-from trainload.launching.run.run_state import STATE_FILE, STATE_SECONDS, parse_state
-from trainload.launching.run.working_copy import DATA, EVENTS, KEPT_FILE
+from trainload.launching.run.run_place import files_of, url_of
+from trainload.launching.run.run_state import STATE_FILE, STATE_SECONDS, parse_state, read_state
+from trainload.launching.run.working_copy import DATA, EVENTS, KEPT_FILE, RunFiles
 
 _log = logging.getLogger(__name__)
 
@@ -421,6 +421,33 @@ def publishing_output(folder: Path) -> Iterator[Publication]:
         yield publication
     finally:
         publication.close()
+
+
+def await_end(folder: Path) -> None:
+    """Wait for the last records of a run that another machine drives, and read them.
+
+    Args:
+        folder: a working copy. Nothing is done in any other folder, where they are.
+
+    Raises:
+        StorageError: they cannot be read, or there are none for too long.
+    """
+    files = RunFiles(folder)
+    if not files.is_at_url:
+        return
+    until = time.monotonic() + LAST_SECONDS
+    while True:
+        files.update()
+        state = read_state(folder)
+        if state is not None and state.over:
+            return
+        if time.monotonic() > until:
+            raise StorageError(
+                "the driver of the run has not written its last records",
+                where=str(url_of(folder)),
+                hint="See `trainload status`.",
+            )
+        time.sleep(STATE_SECONDS)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -177,12 +177,8 @@ def viewed(run_dir: Where, *, journal: bool = True) -> Iterator[RunFiles]:
         StorageError: the URL cannot be reached.
     """
     place = place_to_read(run_dir)
-    with ExitStack() as made:
-        folder = (
-            made.enter_context(working_copy(place))
-            if is_url(place)
-            else local_path(place).absolute()
-        )
+    is_here = not is_url(place)
+    with nullcontext(local_path(place).absolute()) if is_here else working_copy(place) as folder:
         view = RunFiles(folder, journal=journal)
         view.update()
         yield view

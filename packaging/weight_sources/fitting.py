@@ -138,10 +138,11 @@ def is_exact(given: str, wanted: str) -> bool:
 def _names(manifest: Manifest) -> dict[str, list[str]]:
     """Return parameter or buffer -> its names in sources: its own, and those of its aliases."""
     there = {} if manifest.weight_source is None else manifest.weight_source.names
-    names: dict[str, list[str]] = {}
-    for entry in manifest.parameters:
-        if entry.alias_of is None:
-            names[entry.name] = [there.get(entry.name, entry.name)]
+    names = {
+        entry.name: [there.get(entry.name, entry.name)]
+        for entry in manifest.parameters
+        if entry.alias_of is None
+    }
     for entry in manifest.parameters:
         if entry.alias_of is not None:
             names[entry.alias_of].append(there.get(entry.name, entry.name))

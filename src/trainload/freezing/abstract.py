@@ -68,6 +68,7 @@ def freeze_abstract(
     if reduced is None:
         raise no_reduced_job()
     job = recorded.job
+    names = names_in_sources(job)
     # the job itself cannot be run, so it is captured in this mode too
     small = prove(reduced.job, check, strict=False)
     optimizers = make_optimizers(job)
@@ -103,7 +104,7 @@ def freeze_abstract(
         bundle=bundle,
         abstract=entry,
         initialization=values_like(recorded, proven_values(reduced)),
-        weight_source=weight_source(names_in_sources(job), program, weights_from),
+        weight_source=weight_source(names, program, weights_from),
     )
     keep_steps(package, steps)
     return package

@@ -139,9 +139,7 @@ def _freeze(
     """Freeze a job that was constructed; see `freeze`."""
     job = recorded.job
     check_job(job)
-    # checked before the long part of the work
-    asset_sources(job.assets)
-    names = names_in_sources(job)
+    asset_sources(job.assets)  # check them before the long part of the work
     if abstract and strict is not None:
         raise JobError(
             "an abstract package is always captured in the non-strict mode",
@@ -166,6 +164,7 @@ def _freeze(
             bundle=_bundler(bundle_ops, libraries),
             weights_from=weights_from,
         )
+    names = names_in_sources(job)
     job = arranged(job)
     bundle = _bundler(bundle_ops, libraries)
     declared, fixes = with_suggested_fixes(job) if apply_suggested_fixes else (job, ())
