@@ -24,6 +24,7 @@ from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.core.atomic import temporary_folder
 from trainload.core.canonical_json import MAX_BYTES, canonical_json, parse_canonical, sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
+from trainload.core.garbage import garbage_collection_disabled
 from trainload.core.logs import log_handled, logged_suppress
 from trainload.core.paths import link_or_copy, open_inside, write_bytes
 from trainload.packaging.format.package_files import walk
@@ -66,6 +67,7 @@ class Seal(BaseModel):
         return canonical_json({**fields, "checksum": sha256_bytes(canonical_json(fields))})
 
 
+@garbage_collection_disabled()
 def write_derived(package: Package, key: str, step: StepGraph) -> None:
     """Store a step graph in the package, sealed with the user's key.
 

@@ -17,6 +17,7 @@ from trainload.capture.job.definition import AssetLike
 from trainload.capture.program import BufferSpec, ParameterSpec, Program
 from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import IntegrityError, PackageError
+from trainload.core.garbage import garbage_collection_disabled
 from trainload.core.paths import link_or_copy, write_bytes
 from trainload.packaging.format.assets import ASSETS, media_type_of, write_assets
 from trainload.packaging.format.debug import read_debug, write_debug
@@ -153,6 +154,7 @@ def write_package(
 class _Graphs:
     """All graphs of a package that is being written, as validated JSON."""
 
+    @garbage_collection_disabled()
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
         exported = _graph_programs(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}

@@ -3,7 +3,7 @@
 Tested with torch 2.13.0. Private names used:
 `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
 `torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`,
-`torch._subclasses.fake_tensor`, `torch.fx._lazy_graph_module`, `ExportedProgram._guards_code`.
+`torch._subclasses.fake_tensor`, `ExportedProgram._guards_code`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
@@ -53,8 +52,10 @@ from trainload.autograd_trace.recompute.rematerialisation import Regions, recomp
 from trainload.capture.job.ambient import deterministic_attention, neutrally, one_at_a_time
 from trainload.capture.operators import is_overload, is_seeded
 from trainload.capture.program import GraphCapture, Program
+from trainload.capture.tracing.lazy_graphs import generated_when_run
 from trainload.capture.watching.higher_order import differentiates, has_checkpoints
 from trainload.core.errors import CaptureError
+from trainload.core.garbage import garbage_collection_disabled
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 
@@ -90,6 +91,7 @@ def add_size_conditions(exported: ExportedProgram, conditions: Sequence[str]) ->
 
 @one_at_a_time
 @neutrally
+@garbage_collection_disabled()
 def derive(
     program: Program,
     graph: str,
@@ -212,8 +214,7 @@ def _trace_functional(
                     outputs.append(GradAOTOutput(grad_of=ParamAOTInput(target=name)))
         return results
 
-    # the traced graph is only read, never run, so no source is generated for it
-    lazily = _use_lazy_graph_module(True)
+    lazily = generated_when_run()
     with mode, enable_python_dispatcher(), torch.autograd.set_multithreading_enabled(False), lazily:
         tangent = torch.empty((), dtype=module.loss_dtype(), device=inputs[0].device)
         traced: GraphModule = make_fx(step, tracing_mode="real")(*state.values(), *inputs, tangent)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import gc
 import io
 import itertools
 import random
@@ -46,6 +45,7 @@ from trainload.capture.source.causes import (
 from trainload.capture.source.operator_registration import operator_name
 from trainload.capture.source.source_place import is_users, place_here, place_in, place_of_frame
 from trainload.core.finding import Place
+from trainload.core.garbage import garbage_collection_disabled
 
 _CONVERSIONS = {
     "__bool__": BRANCH,
@@ -245,21 +245,6 @@ class _Calls:
                     self._watched.add(Deed(GLOBAL, place, global_name))
 
 
-@contextlib.contextmanager
-def _garbage_collection_disabled() -> Iterator[None]:
-    """Disable garbage collection inside the block.
-
-    `gc.callbacks` and finalizers would be called from the middle of forward.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _by_user(frame: FrameType) -> bool:
     """Return True if the caller is the user's code.
 
@@ -295,7 +280,7 @@ def watch(function: Traced, batch: dict[str, Tensor]) -> Watched:
     ):
         warnings.simplefilter("ignore")
         try:
-            with _Conversions(watched, list(copied.values())), _garbage_collection_disabled():
+            with _Conversions(watched, list(copied.values())), garbage_collection_disabled():
                 sys.setprofile(calls)
                 try:
                     function(copied)

@@ -39,6 +39,7 @@ from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, Si
 from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.source.source_place import place_of_error
 from trainload.capture.source.user_kernels import check_no_wrapped_kernels
+from trainload.capture.tracing.lazy_graphs import generated_when_run
 from trainload.capture.tracing.strict import could_help, export_strictly, tried_too
 from trainload.capture.tracing.targets import Target, example_of, targets_of
 from trainload.capture.watching.branches import branches_may_write
@@ -46,6 +47,7 @@ from trainload.capture.watching.higher_order import differentiates
 from trainload.capture.watching.regions import make_regions
 from trainload.capture.watching.watch import Watch
 from trainload.core.errors import CaptureError, JobError, RequestError, raised
+from trainload.core.garbage import garbage_collection_disabled
 
 _PREFIX = "model."
 
@@ -360,6 +362,8 @@ def _export(
             torch.set_grad_enabled(training),
             inside or nullcontext(),
             _watch_forward(watch, function, hooks if training else {}, around),
+            garbage_collection_disabled(),
+            generated_when_run(),
         ):
             # Not with prefer_deferred_runtime_asserts_over_guards: the graph of a model that splits
             # the batch in halves would then assert `s // 2 != 1`, and fail on two and three rows,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from trainload.core.errors import PlanError
+from trainload.core.garbage import garbage_collection_disabled
 from trainload.sharding.analysis.liveness import held
 from trainload.sharding.planner.check_plan import no_offload, rows_of_update
 from trainload.sharding.planner.device import DeviceProfile, Span, seconds_of
@@ -149,21 +149,7 @@ class Found:
         return next((c for c in self.candidates if self.fits(c)), None)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector, which would traverse all nodes of all graphs
-    repeatedly. `_judge_all` collects between axes.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_without_collector()
+@garbage_collection_disabled()  # `_judge_all` collects between axes
 def search(
     source: Source,
     cluster: Cluster,
@@ -218,7 +204,7 @@ def search(
     return Found(in_order(candidates, device), len(judged), tuple(refused), device)
 
 
-@_without_collector()
+@garbage_collection_disabled()
 def smallest(
     source: Source,
     cluster: Cluster,

@@ -27,6 +27,7 @@ PRIVATE_TORCH = frozenset(
         "capture/initialization/construction_recorder.py",
         "capture/initialization/fake_tensors.py",
         "capture/job/torch_modes.py",
+        "capture/tracing/lazy_graphs.py",
         "packaging/graphs/graph_json.py",
         "packaging/graphs/graph_replacement.py",
         "packaging/graphs/torch_operators.py",
