@@ -4,7 +4,7 @@ call, as under batch norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.derivation.step_check import arguments_of
+from trainload.autograd_trace.derivation.streamed_results import stream_results
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
+from trainload.capture.job.stored_tensors import StoredTensors
 from trainload.capture.parity.distance import noise_floor, relative_distance
 from trainload.capture.parity.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
@@ -98,54 +100,80 @@ def _is_different_in_halves(
     """
     rows = next(iter(batch.values())).shape[0]
     middle = rows // 2
+    halves = _Halves()
+    differences: list[float] = []
+    are_finite = True
+
+    def compare(port: Port, value: Tensor) -> None:
+        nonlocal are_finite
+        if port.role not in (Role.GRADIENT, Role.LOSS):
+            return
+        are_finite = are_finite and bool(value.isfinite().all())
+        together = halves.gradients[port.name] if port.role is Role.GRADIENT else halves.loss()
+        differences.append(relative_distance(together, value, floor))
+
     try:
-        first = _run_part(program, step, batch, 0, middle)
-        written = {port.name: value for port, value in first.items() if port.role is Role.BUFFER}
-        second = _run_part(
-            replace(program, state={**program.state, **written}), step, batch, middle, rows
-        )
-        weights = [float(half[Port(Role.WEIGHT, "weight")]) for half in (first, second)]
-        if not all(weights):
+        _run_part(program, step, batch, range(middle), halves.begin)
+        after = replace(program, state={**program.state, **halves.written()})
+        _run_part(after, step, batch, range(middle, rows), halves.add)
+        if not all(halves.weights()):
             return False
-        together = _combine(first, second, weights)
-        del first, second
-        whole = _run_part(program, step, batch, 0, rows)
+        floor = noise_floor(halves.gradients.values())
+        _run_part(program, step, batch, range(rows), compare)
     except (RuntimeError, IndexError):
         # the graph does not accept a half's size, or one of its values
         return False
-    if not all(bool(value.isfinite().all()) for port, value in whole.items() if port in together):
-        return False
-    gradients = [value for port, value in whole.items() if port.role is Role.GRADIENT]
-    floor, allowed = noise_floor(gradients), _MARGIN * tolerance_of(capture)
-    return any(
-        relative_distance(whole[port], value, floor) > allowed for port, value in together.items()
-    )
+    allowed = _MARGIN * tolerance_of(capture)
+    return are_finite and any(difference > allowed for difference in differences)
 
 
 def _run_part(
-    program: Program, step: StepGraph, batch: Mapping[str, Tensor], start: int, stop: int
-) -> dict[Port, Tensor]:
+    program: Program,
+    step: StepGraph,
+    batch: Mapping[str, Tensor],
+    part: range,
+    receive: Callable[[Port, Tensor], None],
+) -> None:
     rows = next(iter(batch.values())).shape[0]
-    part = {name: tensor[start:stop] for name, tensor in batch.items()}
-    with torch.no_grad():
-        results = step.module(*arguments_of(program, step, part, start, rows))
-    return dict(zip(step.outputs, results, strict=True))
+    taken = {name: tensor[part.start : part.stop] for name, tensor in batch.items()}
+    stream_results(step, arguments_of(program, step, taken, part.start, rows), receive)
 
 
-def _combine(
-    first: dict[Port, Tensor], second: dict[Port, Tensor], weights: list[float]
-) -> dict[Port, Tensor]:
-    """Return loss and gradients of two calls, combined as a run combines them. The first call's
-    gradients are written to.
-    """
-    combined: dict[Port, Tensor] = {}
-    for port, value in first.items():
+class _Halves:
+    """Results of two calls, and their gradients combined as a run combines them."""
+
+    def __init__(self) -> None:
+        self.gradients = StoredTensors()
+        self._values: tuple[dict[Port, Tensor], dict[Port, Tensor]] = ({}, {})
+
+    def begin(self, port: Port, value: Tensor) -> None:
+        """Receive a result of the first call."""
+        self._receive(0, port, value)
+
+    def add(self, port: Port, value: Tensor) -> None:
+        """Receive a result of the second call."""
+        self._receive(1, port, value)
+
+    def _receive(self, half: int, port: Port, value: Tensor) -> None:
         if port.role is Role.GRADIENT:
-            combined[port] = (
-                value.add_(second[port]) if value.is_contiguous() else value + second[port]
-            )
-        elif port.role is Role.LOSS:
-            combined[port] = ((value * weights[0] + second[port] * weights[1]) / sum(weights)).to(
-                value.dtype
-            )
-    return combined
+            self.gradients.add(port.name, value)
+        else:
+            self._values[half][port] = value
+
+    def written(self) -> dict[str, Tensor]:
+        """Return the buffers that the first call wrote, by name."""
+        return {
+            port.name: value for port, value in self._values[0].items() if port.role is Role.BUFFER
+        }
+
+    def weights(self) -> list[float]:
+        return [float(half[Port(Role.WEIGHT, "weight")]) for half in self._values]
+
+    def loss(self) -> Tensor:
+        """Return the mean of both losses."""
+        weights = self.weights()
+        first, second = (
+            value for half in self._values for port, value in half.items() if port.role is Role.LOSS
+        )
+        mean = (first * weights[0] + second * weights[1]) / sum(weights)
+        return mean.to(first.dtype)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from trainload.capture.job.names import check_names
 from trainload.capture.job.shared_memory import check_sharing
+from trainload.capture.job.stored_tensors import StoredTensors
 from trainload.capture.job.tensor_classes import check_tensors, fake_attributes
 from trainload.capture.program import BufferSpec, ParameterSpec
 from trainload.capture.source.source_place import place_of_error
@@ -225,19 +226,15 @@ def _values_unchanged(model: nn.Module, overridden: nn.Module) -> Iterator[None]
     """
     tensors = (*model.named_parameters(), *model.named_buffers())
     # The sparse file of an abstract model's tensors (hollow.py) must not be read.
-    before = {
-        name: (value, value.detach().clone())
-        for name, value in tensors
-        if value.untyped_storage().filename is None
-    }
+    values = {n: value for n, value in tensors if value.untyped_storage().filename is None}
+    before = StoredTensors()
+    before.update(values)
     yield
-    changed = [
-        name for name, (value, copy) in before.items() if not torch.equal(value.detach(), copy)
-    ]
+    changed = [name for name, value in values.items() if not before.is_equal(name, value)]
     if changed:
         with torch.no_grad():
-            for value, copy in before.values():
-                value.copy_(copy)
+            for name in changed:
+                before.restore(name, values[name])
         raise CaptureError(
             f"{type(overridden).__name__}.train() changes values of the model:"
             f" {', '.join(changed[:4])}",

@@ -18,10 +18,15 @@ from trainload.capture.diagnostics.python_state import Holder, drawn_from, gener
 from trainload.capture.job.ambient import default_dtype_hint, outside_dtype
 from trainload.capture.job.flat_function import Traced
 from trainload.capture.job.shared_memory import check_sharing
+from trainload.capture.job.stored_tensors import StoredTensors
 from trainload.capture.operators import is_overload, nodes_in
+from trainload.capture.parity.backward_passes import (
+    ComparedGradients,
+    compare_gradients,
+    run_backward,
+)
 from trainload.capture.parity.distance import (
     digits_floor,
-    noise_floor,
     norm_of,
     nudged,
     relative_distance,
@@ -29,7 +34,6 @@ from trainload.capture.parity.distance import (
 )
 from trainload.capture.parity.float64 import Key, Reference, doubled, reference_of
 from trainload.capture.parity.locate import first_divergent_module
-from trainload.capture.parity.replays import Replayed
 from trainload.capture.program import GraphCapture, OutputRole
 from trainload.capture.source.quiet import ignore_torchs_warnings
 from trainload.capture.source.source_place import place_of_node
@@ -50,7 +54,6 @@ def check_parity(
     function: Traced,
     batches: Sequence[dict[str, Tensor]],
     constants: Mapping[str, Tensor],
-    replays: list[Replayed] | None = None,
 ) -> set[str]:
     """Compare outputs, gradients and buffers on batches, each with its own seed.
 
@@ -59,8 +62,6 @@ def check_parity(
         function: the captured function, in the same mode; its model's buffers are changed.
         batches: result of `replays.replay_batches`.
         constants: tensor constants by "graph/name".
-        replays: receives a training graph's results on each batch on which they depend only on the
-            batch and the model's initial state.
 
     Returns:
         Names of the parameters that require a gradient and receive none.
@@ -71,14 +72,9 @@ def check_parity(
     missing: set[str] | None = None
     moving: set[Holder] | None = None
     finite = False
-    initial = _copy_buffers(function)
     for seed, batch in enumerate(batches, _SEED):
-        is_initial = all(
-            _is_equal(value, initial[name])
-            for name, value in function.model.named_buffers(remove_duplicate=False)
-        )
         without_gradient, changed_numbers, loss = _compare(
-            captured, function, batch, constants, seed, replays if is_initial else None
+            captured, function, batch, constants, seed
         )
         finite = finite or bool(loss.isfinite().all())
         missing = without_gradient if missing is None else missing & without_gradient
@@ -119,7 +115,6 @@ def _compare(
     batch: dict[str, Tensor],
     constants: Mapping[str, Tensor],
     seed: int,
-    replays: list[Replayed] | None,
 ) -> tuple[set[str], set[Holder], Tensor]:
     """Return the parameters without a gradient, the changed Python numbers, and the eager loss."""
     model = function.get_submodule("model")
@@ -143,7 +138,11 @@ def _compare(
                     n: value.detach().clone()
                     for n, value in model.named_buffers(remove_duplicate=False)
                 }
-            eager_gradients = _eager_gradients(expected, captured, parameters) if training else {}
+            eager_gradients = (
+                _eager_gradients(_loss_of(expected, captured), _trained(parameters))
+                if training
+                else StoredTensors()
+            )
         except RequestError:
             raise
         except Exception as error:
@@ -199,19 +198,24 @@ def _compare(
     weights = _leaf_copies(parameters)
     arguments = _arguments(captured, batch, {**weights, **replayed}, constants)
     constant_versions = {name: value._version for name, value in constants.items()}
+    tolerance = tolerance_of(captured)
     with replaying(training, seed):
-        generator = torch.get_rng_state()
         try:
-            got = captured.exported.graph_module(*arguments)
-            graph_gradients = _gradients(got, captured, weights) if training else {}
+            outputs = captured.exported.graph_module(*arguments)
+            compared = (
+                compare_gradients(
+                    _loss_of(outputs, captured), _trained(weights), eager_gradients, tolerance
+                )
+                if training
+                else None
+            )
         except Exception as error:  # torch's kernels may raise anything
             raise replay_error(captured, rows, "the captured graph", error) from error
-        drew = not torch.equal(generator, torch.get_rng_state())
+        got = [value.detach() for value in outputs]
+        del outputs
     _check_constants_unwritten(
         {n for n, v in constants.items() if v._version != constant_versions[n]}, captured
     )
-
-    tolerance = tolerance_of(captured)
 
     def where() -> str:
         if changed_numbers:
@@ -273,10 +277,8 @@ def _compare(
         return reference is not None and reference.allows((kind, name), expected, actual, floor)
 
     for spec, a, b in zip(captured.outputs, eager_outputs, got, strict=True):
-        allowed = partial(allows, spec.role, spec.name, a, b.detach())
-        _check(
-            f"{spec.role} {spec.name!r}", a, b.detach(), tolerance, captured, rows, where, allowed
-        )
+        allowed = partial(allows, spec.role, spec.name, a, b)
+        _check(f"{spec.role} {spec.name!r}", a, b, tolerance, captured, rows, where, allowed)
     for name, value in eager_buffers.items():
         if name not in replayed:
             raise CaptureError(
@@ -298,29 +300,22 @@ def _compare(
             place,
             allowed,
         )
-    allowed_gradient = partial(allows, "gradient")
-    _check_gradients(
-        eager_gradients,
-        graph_gradients,
-        tolerance,
-        captured,
-        rows,
-        list(parameters),
-        where,
-        moved,
-        allowed_gradient,
-    )
-    if (
-        replays is not None
-        and training
-        and not drew
-        and all(_is_equal(value, replayed[name]) for name, value in before.items())
-    ):
-        replays.append(Replayed(batch, tuple(value.detach() for value in got), graph_gradients))
-    missing = {name for name, gradient in eager_gradients.items() if gradient is None}
-    # a parameter of the other branch alone has gradient zero in the graph, None in eager
-    if has_branches(captured.exported.graph_module):
-        missing = {name for name in missing if graph_gradients[name] is None}
+    missing = eager_gradients.missing()
+    if compared is not None:
+        _check_gradients(
+            eager_gradients,
+            compared,
+            tolerance,
+            captured,
+            rows,
+            list(parameters),
+            where,
+            moved,
+            partial(allows, "gradient"),
+        )
+        # a parameter of the other branch alone has gradient zero in the graph, None in eager
+        if has_branches(captured.exported.graph_module):
+            missing -= compared.reached
     return missing, changed_numbers, eager_outputs[0]
 
 
@@ -445,47 +440,51 @@ def replaying(training: bool, seed: int) -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache)
 
 
-def _eager_gradients(
-    outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor | None]:
-    """Compute gradients by backward() as a training loop does.
+def _trained(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that require a gradient, each under its first name."""
+    first = {id(p): name for name, p in reversed(list(parameters.items())) if p.requires_grad}
+    return {name: parameters[name] for name in first.values()}
 
-    Reentrant checkpoints do not support torch.autograd.grad.
 
-    The parameters' `grad` is changed.
-    """
-    owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
-    for name in owners.values():
-        parameters[name].grad = None
-    loss = next(
-        v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS
-    )
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
-    for name in owners.values():
-        gradient = parameters[name].grad
-        if gradient is not None and gradient.layout is not torch.strided:
+def _eager_gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> StoredTensors:
+    """Compute gradients by backward() as a training loop does."""
+    gradients = StoredTensors()
+    gradients.update(dict.fromkeys(parameters))
+    sparse: dict[str, torch.layout] = {}
+
+    def receive(name: str, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            gradients.add(name, gradient)
+        else:
+            sparse.setdefault(name, gradient.layout)
+
+    run_backward(loss, parameters, receive)
+    for name in parameters:
+        if name in sparse:
             raise CaptureError(
                 "a parameter has a sparse gradient, which gradient buckets and optimizer graphs do"
                 " not support",
                 where=f"Job.model: {name}",
                 expected="torch.strided",
-                got=str(gradient.layout),
+                got=str(sparse[name]),
                 hint="Create the embedding with sparse=False.",
             )
-    return {name: parameters[name].grad for name in owners.values()}
+    return gradients
+
+
+def _loss_of(outputs: Sequence[Tensor], captured: GraphCapture) -> Tensor:
+    return next(
+        v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS
+    )
 
 
 def _gradients(
-    outputs: tuple[Tensor, ...], captured: GraphCapture, parameters: Mapping[str, Tensor]
+    outputs: Sequence[Tensor], captured: GraphCapture, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    loss = next(
-        v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS
-    )
+    loss = _loss_of(outputs, captured)
+    differentiated = _trained(parameters)
     if not loss.requires_grad:
-        return dict.fromkeys((n for n, p in parameters.items() if p.requires_grad), None)
-    owners = {id(p): n for n, p in reversed(list(parameters.items())) if p.requires_grad}
-    differentiated = {n: parameters[n] for n in owners.values()}
+        return dict.fromkeys(differentiated)
     return dict(
         zip(
             differentiated,
@@ -534,7 +533,7 @@ def _check(
 
 def _check_gradients(
     expected: Mapping[str, Tensor | None],
-    got: Mapping[str, Tensor | None],
+    compared: ComparedGradients,
     tolerance: float,
     captured: GraphCapture,
     rows: int,
@@ -543,14 +542,11 @@ def _check_gradients(
     moved: Callable[[], Mapping[str, Tensor | None]],
     allowed: Callable[[str, Tensor | None, Tensor | None, float], bool],
 ) -> None:
-    floor = noise_floor(expected.values())
-    distances = {
-        name: relative_distance(gradient, got[name], floor) for name, gradient in expected.items()
-    }
+    got = compared.different
     wrong = {
-        name: distance
-        for name, distance in distances.items()
-        if not distance <= tolerance_for(expected[name], tolerance)
+        name: relative_distance(expected[name], got[name], compared.floor)
+        for name in expected
+        if name in got
     }
     if wrong:
         total, nudged_gradients = norm_of(expected.values()), moved()
@@ -569,7 +565,7 @@ def _check_gradients(
         wrong = {
             name: distance
             for name, distance in wrong.items()
-            if not allowed(name, expected[name], got[name], floor)
+            if not allowed(name, expected[name], got[name], compared.floor)
         }
     if wrong:
         last = max(wrong, key=order.index)

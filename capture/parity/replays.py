@@ -1,9 +1,8 @@
-"""The batches on which a captured graph is compared with eager mode, and its results on them."""
+"""The batches on which a captured graph is compared with eager mode."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -27,32 +26,6 @@ class Check(StrEnum):
 
     USUAL = "usual"
     THOROUGH = "thorough"
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """Results of a captured training graph on a batch, computed by autograd.
-
-    Kept only if they are a function of the batch and the program's state: no random number was
-    drawn and no buffer was changed.
-
-    Attributes:
-        batch: leaf name -> tensor.
-        outputs: outputs in the order of `GraphCapture.outputs`.
-        gradients: gradients of the loss by the owner's parameter name; None for a parameter that
-            the loss does not reach.
-    """
-
-    batch: Mapping[str, Tensor]
-    outputs: tuple[Tensor, ...]
-    gradients: Mapping[str, Tensor | None]
-
-    def is_of(self, batch: Mapping[str, Tensor]) -> bool:
-        """Return True if the results are those of this batch."""
-        return self.batch.keys() == batch.keys() and all(
-            tensor.device == batch[name].device and torch.equal(tensor, batch[name])
-            for name, tensor in self.batch.items()
-        )
 
 
 def replay_batches(

@@ -34,7 +34,7 @@ from trainload.capture.job.model_state import (
 from trainload.capture.job.shared_memory import check_same_memory
 from trainload.capture.operators import graphs_in, is_overload
 from trainload.capture.parity.parity import check_parity
-from trainload.capture.parity.replays import Check, Replayed, replay_batches
+from trainload.capture.parity.replays import Check, replay_batches
 from trainload.capture.program import GraphCapture, InputSpec, Mode, Program, SizeLike, Tracing
 from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.capture.source.source_place import place_of_error
@@ -55,7 +55,6 @@ _PREFIX = "model."
 def capture(
     job: Job,
     check: Check | None = Check.USUAL,
-    replays: dict[str, list[Replayed]] | None = None,
     strict: bool | None = None,
 ) -> Program:
     """Capture the job's graphs and check that they equal eager mode.
@@ -66,7 +65,6 @@ def capture(
         job: the job to capture.
         check: how much is compared; None: nothing, and the model is not run, since the job's
             tensors have no values. See `abstract_job.py`.
-        replays: receives, by training graph, its results on the replayed batches, for `check_step`.
         strict: True: use only torch.export's strict mode; False: only its non-strict mode; None:
             the non-strict mode, and if that cannot follow the model, the strict mode if it loses
             nothing. See `strict.py`.
@@ -88,12 +86,7 @@ def capture(
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
             set_training(target.training)
             target.function.runs = check is not None
-            target_replays = (
-                replays.setdefault(target.name, [])
-                if replays is not None and target.training
-                else None
-            )
-            proven = _capture_graph(target, batch, shapes, check, target_replays, strict)
+            proven = _capture_graph(target, batch, shapes, check, strict)
             graphs[target.name] = proven.captured
             constants |= proven.constants
             if target.training:
@@ -172,7 +165,6 @@ def _capture_graph(
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check | None,
-    replays: list[Replayed] | None,
     strict: bool | None,
 ) -> _ComparedGraph:
     """Capture one graph and compare it with eager mode, unless `check` is None.
@@ -185,7 +177,7 @@ def _capture_graph(
         with state_kept(target.function.model):
             exported = _export_strictly_as_requested(target, batch, shapes)
         return _compare_graph(
-            target, batch, exported, check, replays, Tracing(strict=True, why="it was asked for")
+            target, batch, exported, check, Tracing(strict=True, why="it was asked for")
         )
     try:
         with state_kept(target.function.model):
@@ -193,7 +185,7 @@ def _capture_graph(
     except CaptureError as refused:
         strictly_captured = None
         if strict is None and check is not None and could_help(refused):
-            strictly_captured = _try_strictly(target, batch, shapes, check, replays, refused)
+            strictly_captured = _try_strictly(target, batch, shapes, check, refused)
         if strictly_captured is None:
             raise
         return strictly_captured
@@ -202,7 +194,7 @@ def _capture_graph(
         if strict is False
         else "it follows the model, and everything that forward does is watched"
     )
-    return _compare_graph(target, batch, exported, check, replays, Tracing(strict=False, why=why))
+    return _compare_graph(target, batch, exported, check, Tracing(strict=False, why=why))
 
 
 def _export_strictly_as_requested(
@@ -230,7 +222,6 @@ def _try_strictly(
     batch: dict[str, Tensor],
     shapes: Shapes,
     check: Check,
-    replays: list[Replayed] | None,
     refused: CaptureError,
 ) -> _ComparedGraph | None:
     """Capture in strict mode after the non-strict mode rejected the model.
@@ -239,7 +230,6 @@ def _try_strictly(
         The graph; None if strict mode cannot follow the model either, loses something, or differs
         from eager mode.
     """
-    strict_replays: list[Replayed] | None = None if replays is None else []
     why = f"the non-strict mode does not follow the model: {refused.findings[0].sentence}"
     place = refused.findings[0].place
     tracing = Tracing(
@@ -248,13 +238,10 @@ def _try_strictly(
     try:
         with state_kept(target.function.model):
             exported = export_strictly(target, batch, shapes)
-        proven = _compare_graph(target, batch, exported, check, strict_replays, tracing)
+        return _compare_graph(target, batch, exported, check, tracing)
     except Exception as error:  # noqa: BLE001  # the first error remains valid, and the caller raises it
         tried_too(refused, error)
         return None
-    if replays is not None and strict_replays is not None:
-        replays += strict_replays
-    return proven
 
 
 def _compare_graph(
@@ -262,7 +249,6 @@ def _compare_graph(
     batch: dict[str, Tensor],
     exported: ExportedProgram,
     check: Check | None,
-    replays: list[Replayed] | None,
     tracing: Tracing,
 ) -> _ComparedGraph:
     """Return the captured graph, compared with eager mode unless `check` is None."""
@@ -278,7 +264,7 @@ def _compare_graph(
     with state_kept(function.model):
         try:
             missing = check_parity(
-                captured, function, replay_batches(captured, batch, check), constants, replays
+                captured, function, replay_batches(captured, batch, check), constants
             )
             return _ComparedGraph(captured, constants, missing)
         except CaptureError as error:

@@ -36,9 +36,9 @@ TRAINING: tuple[Mutation, ...] = (
     Mutation(
         2,
         "gradients are not compared at the freeze",
-        "capture/parity/parity.py",
-        "        if not distance <= tolerance_for(expected[name], tolerance)\n    }\n",
-        "        if False\n    }\n",
+        "capture/parity/backward_passes.py",
+        "if not distance <= tolerance_for(wanted, tolerance):",
+        "if False:",
         "test_law_2.py::test_a_freeze_whose_graph_differs_is_refused_and_writes_nothing",
     ),
     Mutation(

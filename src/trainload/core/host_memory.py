@@ -11,6 +11,16 @@ LARGE = 8 * 2**20
 """Bytes from which a tensor has its own mapping, which is unmapped when it is freed."""
 
 
+def return_free_memory() -> None:
+    """Return the memory of freed tensors of all sizes to the system.
+
+    A backward pass leaves as much as its activations took.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is not None and hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def return_large_blocks() -> None:
     """Return the memory of large tensors to the system when they are freed.
 

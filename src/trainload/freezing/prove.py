@@ -23,7 +23,7 @@ from trainload.autograd_trace.optimizer.trainers import make_optimizers
 from trainload.capture.job.definition import Job
 from trainload.capture.job.leading_rows import arranged
 from trainload.capture.job.synthesise import with_quantiles
-from trainload.capture.parity.replays import Check, Replayed, replay_batches
+from trainload.capture.parity.replays import Check, replay_batches
 from trainload.capture.program import Program, Tracing
 from trainload.capture.tracing.strict import tried_too
 from trainload.capture.tracing.targets import example_of, targets_of
@@ -87,9 +87,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
     """
     job = arranged(job)
     optimizers = make_optimizers(job)  # before the capture, since a factory may change the model
-    # holds gradients for every batch, so it is not used for the many batches of a thorough check
-    replayed: dict[str, list[Replayed]] = {}
-    program = capture(job, check, replayed if check is Check.USUAL else None, strict)
+    program = capture(job, check, strict)
     targets = targets_of(job)
     examples = {
         t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets
@@ -112,7 +110,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
             else [example]
         ):
             with _raise_first_refusal(program.graphs[name].tracing):
-                check_step(program, name, step, batch, replayed.pop(name, ()))
+                check_step(program, name, step, batch)
     return replace(proven, program=_with_coupled(proven, examples))
 
 

@@ -100,6 +100,12 @@ def test_a_mode_that_an_overridden_train_sets_holds(tmp_path: Path) -> None:
     assert_trains_as_eager(job(without_dropout(model)), {"x": rows()}, tmp_path)
 
 
+def test_a_nan_is_not_a_value_that_an_overridden_train_changes() -> None:
+    model = KeepsItsNorm()
+    model.register_buffer("unused", torch.tensor(float("nan")))
+    assert capture(job(model)).graphs.keys() == {"train", "eval"}
+
+
 def test_an_overridden_train_sets_modes_of_a_model_that_is_handed_over_before_it_was_called() -> (
     None
 ):
