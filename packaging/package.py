@@ -17,6 +17,7 @@ from trainload.capture.program import MAIN, GraphCapture, ParameterSpec, Program
 from trainload.core.canonical_json import sha256_bytes
 from trainload.core.errors import IntegrityError, PackageError, StorageError, UnsafePackageError
 from trainload.core.paths import open_inside
+from trainload.core.storage.places import path_here
 from trainload.packaging.format.assets import (
     ASSETS,
     AssetFile,
@@ -275,7 +276,7 @@ class Package:
             StorageError: there is no asset of this name, the path is taken or cannot be written.
             IntegrityError: an asset is damaged.
         """
-        return save_assets(self.path, self.manifest, name, Path(target))
+        return save_assets(self.path, self.manifest, name, path_here(target))
 
     def _constants_of_graphs(
         self, constants: Mapping[str, torch.Tensor]

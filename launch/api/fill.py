@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainload.core.errors import RequestError
+from trainload.core.storage.places import path_here
 from trainload.launching.run.given_weights import given_weights, with_given
 from trainload.packaging.package import Package
 from trainload.packaging.signatures.policy import find_policies
@@ -69,5 +70,5 @@ def fill(
     filled = with_given(package, given, policies)
     weights = filled.weights
     return with_weights(
-        filled, Path(path), ((name, weights.tensor(name)) for name in weights.names())
+        filled, path_here(path), ((name, weights.tensor(name)) for name in weights.names())
     )

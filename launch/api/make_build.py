@@ -10,6 +10,7 @@ import torch
 
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import CompileError, RequestError
+from trainload.core.storage.places import path_here
 from trainload.launching.api.compare_build import compare_parts
 from trainload.launching.described.described_build import build_in_child
 from trainload.launching.described.described_gpu import described, is_this_machines
@@ -106,7 +107,7 @@ def build(
         report = trainload.build(package, plan, "gpt-zero3.build")
         assert not report.unverified
     """
-    path = Path(path)
+    path = path_here(path)
     check_outside_packages(path)
     check_new_folder(path)
     check_weights(package)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import RequestError
+from trainload.core.storage.places import path_here
 from trainload.launching.api.compare_build import compare_parts
 from trainload.launching.api.make_build import BuildReport, report_of
 from trainload.launching.node.build_key import build_target, device_of, using_threads
@@ -64,7 +65,7 @@ def verify_build(
         report = trainload.verify_build("gpt.build", package, plan, "gpt-verified.build")
         assert not report.unverified
     """
-    build, path = Path(build), Path(path)
+    build, path = path_here(build), path_here(path)
     check_outside_packages(path)
     check_new_folder(path)
     check_weights(package)

@@ -10,6 +10,7 @@ from typing import Any
 from trainload.core.canonical_json import sha256_bytes, sha256_file
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.storage.interface import NO_OPTIONS, Expected
+from trainload.core.storage.places import path_here
 from trainload.packaging.format.assets import media_type_of
 from trainload.packaging.format.field_types import SafePath
 from trainload.packaging.format.manifest import Manifest
@@ -144,7 +145,7 @@ def push(
         PackageError: the package is damaged; nothing was published.
         ConflictError: another release than `only_if` is current; the release was published.
     """
-    local = local_package(Path(package), debug=debug)
+    local = local_package(path_here(package), debug=debug)
     target = Store(store, options, create=True)
     name = target.line(line, default=FIRST_LINE)
     promote = promote and rejected is None

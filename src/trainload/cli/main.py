@@ -43,7 +43,7 @@ from trainload.cli.commands import (
 )
 from trainload.cli.commands.execution import run_group
 from trainload.cli.commands.overview import Overview
-from trainload.cli.commands.shared import json_option, new_package_option
+from trainload.cli.commands.shared import LocalPath, json_option, new_package_option
 from trainload.cli.commands.shared import libraries as named_libraries
 from trainload.cli.commands.shared import out as _out
 from trainload.cli.commands.shared import print_json as _print_json
@@ -70,7 +70,7 @@ _LOG_VARIABLE = "TRAINLOAD_LOG_LEVEL"
 )
 @click.option("--library", multiple=True, metavar="NS=MODULE", help="")
 @click.option("--trust-extensions", is_flag=True, help="")
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="")
+@click.option("--policy", type=LocalPath(), metavar="FILE", help="")
 @click.pass_context
 def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None

@@ -34,6 +34,7 @@ from trainload.capture.program import GraphCapture, Mode
 from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import ClusterError, DataError, PackageError, raised
+from trainload.core.storage.places import path_here
 from trainload.core.versions import VERSION
 from trainload.exporting.weights_folder import (
     check_folder,
@@ -139,7 +140,7 @@ def export(
         trainload.export(package, "gpt.pt2", to="pt2")
         logits, *_ = torch.export.load("gpt.pt2").module()({"tokens": tokens})
     """
-    path = Path(path)
+    path = path_here(path)
     check_weights(package)
     if to not in get_args(Kind):
         raise PackageError(

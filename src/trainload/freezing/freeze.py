@@ -19,6 +19,7 @@ from trainload.capture.shapes.shape_fixes import AppliedFix, with_suggested_fixe
 from trainload.core.arguments import check_arguments
 from trainload.core.errors import JobError
 from trainload.core.paths import check_name
+from trainload.core.storage.places import path_here
 from trainload.freezing.abstract import freeze_abstract, no_reduced_job
 from trainload.freezing.bundle import Bundler, given_wheel
 from trainload.freezing.initial_values import proven_values
@@ -97,7 +98,7 @@ def freeze(
         job = trainload.Job(model=model, batch=batch, optimizer=optimizer)
         package = trainload.freeze(job, "gpt.tl")
     """
-    path, check = Path(path), Check(check)
+    path, check = path_here(path), Check(check)
     check_name(path)
     check_new_folder(path)
     if abstract and reduced is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainload.core.errors import StorageError
 from trainload.core.storage.interface import NO_OPTIONS
+from trainload.core.storage.places import path_here
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.oci import OciPushReport, pull_oci, push_oci
@@ -82,7 +83,7 @@ def push(
                 hint="Pass only a message, or use a store.",
             )
         return push_oci(
-            Path(package),
+            path_here(package),
             str(store),
             message=message,
             debug=debug,
@@ -142,7 +143,7 @@ def push_build(
     if "://" not in str(store):
         check_outside_packages(Path(store))
     return push_build_to_store(
-        Path(build), store, options=options, on_progress=on_progress, on_wait=on_wait
+        path_here(build), store, options=options, on_progress=on_progress, on_wait=on_wait
     )
 
 
@@ -191,7 +192,7 @@ def pull(
             )
         return pull_oci(
             str(store),
-            Path(path),
+            path_here(path),
             debug=debug,
             reuse=reuse,
             options=options,

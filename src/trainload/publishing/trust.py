@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainload.core.storage.places import path_here
 from trainload.packaging.comparison.package_difference import PackageDifference, package_difference
 from trainload.packaging.signatures.keys import read_identity, read_private_key
 from trainload.packaging.signatures.signature_file import SignatureFile
@@ -45,7 +46,7 @@ def sign(
     private_key = read_private_key(Path(key), password)
     certificate_path = None if certificate is None else Path(certificate)
     return sign_folder(
-        Path(package),
+        path_here(package),
         private_key,
         name,
         certificate=certificate_path,
@@ -69,7 +70,9 @@ def verify(package: str | Path, identities: Sequence[str | Path] = ()) -> Verify
         report = trainload.verify("gpt.tl", ["release-key.pub.pem"])
         assert report.ok, report.problems
     """
-    return verify_package(Path(package), [read_identity(Path(identity)) for identity in identities])
+    return verify_package(
+        path_here(package), [read_identity(Path(identity)) for identity in identities]
+    )
 
 
 def diff(before: str | Path, after: str | Path, *, weights: bool = True) -> PackageDifference:
@@ -88,4 +91,4 @@ def diff(before: str | Path, after: str | Path, *, weights: bool = True) -> Pack
         difference = trainload.diff("gpt.tl", "gpt-retrained.tl")
         print(difference.same, [tensor.name for tensor in difference.weights or ()])
     """
-    return package_difference(Path(before), Path(after), weights=weights)
+    return package_difference(path_here(before), path_here(after), weights=weights)

@@ -30,6 +30,7 @@ from trainload.capture.parity.compare_programs import Difference, compare
 from trainload.capture.program import GraphCapture, Program
 from trainload.core.canonical_json import sha256_file
 from trainload.core.errors import PackageError, PassError, TrainloadError, first_line
+from trainload.core.storage.places import path_here
 from trainload.freezing.prove import keep_steps
 from trainload.launching.data.dataset import Dataset
 from trainload.launching.data.run_data import open_run_data
@@ -205,7 +206,7 @@ class Transformation:
         }
         for name, step in trained.items():
             check_step(self.program, name, step, self._batches[name][0])
-        package = with_graphs(self.package, Path(path), self.program, self.passes)
+        package = with_graphs(self.package, path_here(path), self.program, self.passes)
         keep_steps(package, trained)
         return package
 
@@ -247,7 +248,7 @@ def transform(
         chosen = [eliminate_dead_code, (decompose, {"operators": "core"})]
         new = trainload.transform(package, chosen, "new.tl")
     """
-    check_new_folder(Path(path))
+    check_new_folder(path_here(path))
     work = Transformation(package, data)
     for item in passes:
         function, options = item if isinstance(item, tuple) else (item, {})

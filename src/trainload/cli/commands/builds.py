@@ -12,6 +12,7 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.packages import password_of
 from trainload.cli.commands.planning import changed_by, plan_file_option, settings_option
 from trainload.cli.commands.shared import (
+    LocalPath,
     Transfer,
     any_package_argument,
     err,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trainload.launching.api.make_build import BuildReport
     from trainload.packaging.stores.stored_builds import BuildPushReport
 
-_file = click.Path(path_type=Path)
+_file = LocalPath()
 
 
 @click.command(short_help="Compile for a plan.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from trainload.cli.commands.shared import FAILED, json_option, out, print_json
+from trainload.cli.commands.shared import FAILED, LocalPath, json_option, out, print_json
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import PackageError
@@ -25,7 +25,7 @@ MOST_LINES = 20
 """Maximum number of lines of a section, module or text without --full."""
 FILES = "files"
 """The section of `package_difference` that lists them."""
-_package = click.Path(path_type=Path)
+_package = LocalPath()
 
 
 @click.command(short_help="Compare two packages.")

@@ -16,7 +16,7 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.driving import drive, evict
 from trainload.cli.commands.planning import KINDS
 from trainload.cli.commands.runs import launch
-from trainload.cli.commands.shared import Command, CountOf, Span, json_option, write_text
+from trainload.cli.commands.shared import Command, CountOf, LocalPath, Span, json_option, write_text
 from trainload.core.storage.places import is_url
 from trainload.launching.settings.parse import parse_settings
 
@@ -112,7 +112,7 @@ manifest.add_command(evict)
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Output file. Default: stdout.",
 )

@@ -11,6 +11,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
+    LocalPath,
     any_package_argument,
     json_option,
     located,
@@ -28,7 +29,7 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="PATH",
     help="Output path. Default: beside PKG.",
 )

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.shared import json_option, out, print_json
+from trainload.cli.commands.shared import LocalPath, json_option, out, print_json
 from trainload.cli.commands.store_commands import line_option, store_argument
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
@@ -215,7 +215,7 @@ def _format_number(value: float | None) -> str:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="PKG",
     help="Path of the new package.",
 )

@@ -15,6 +15,7 @@ import click
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     FAILED,
+    LocalPath,
     any_package_argument,
     err,
     json_option,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from trainload.packaging.package import Package
 
 
-_pem = click.Path(path_type=Path)
+_pem = LocalPath()
 
 
 @click.command(short_help="Show what it contains.")
@@ -46,7 +47,7 @@ _pem = click.Path(path_type=Path)
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="PATH",
     help="Path for --asset. Default: stdout.",
 )
@@ -144,7 +145,7 @@ def _write_asset(package: Package, name: str, output: Path | None, as_json: bool
     "--identity",
     "identities",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Public key or certificates of a signer.",
 )

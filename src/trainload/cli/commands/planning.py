@@ -14,6 +14,7 @@ import click
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     CountOf,
+    LocalPath,
     NamedCount,
     any_package_argument,
     err,
@@ -51,7 +52,7 @@ settings_option = click.option(
 plan_file_option = click.option(
     "--plan",
     "plan_file",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     required=True,
     help="Plan from `trainload plan`.",
@@ -149,7 +150,7 @@ plan_file_option = click.option(
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Write the plan to FILE, as JSON.",
 )
@@ -414,7 +415,7 @@ def simulate(package: Path, plan_file: Path, settings: tuple[str, ...], as_json:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     required=True,
     help="Write the profile to FILE, as JSON.",

@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from trainload.cli.commands.shared import json_option, out, print_json, show_record, write_text
+from trainload.cli.commands.shared import (
+    LocalPath,
+    json_option,
+    out,
+    print_json,
+    show_record,
+    write_text,
+)
 from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
 from trainload.core.storage.places import is_url, local_path
@@ -21,7 +28,7 @@ _FILE = "report.html"
 @click.argument("place", metavar="RUN_DIR or STORE[#LINE]")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Path of the page. Default: report.html.",
 )
@@ -166,7 +173,7 @@ def _write(path: Path, data: bytes) -> None:
 @click.command(short_help="Make a Grafana board.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Write to FILE. Default: stdout.",
 )

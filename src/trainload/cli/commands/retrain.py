@@ -18,6 +18,7 @@ from trainload.cli.commands.packages import password_of
 from trainload.cli.commands.shared import (
     DONE,
     FAILED,
+    LocalPath,
     err,
     json_option,
     out,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from trainload.retraining.ticks.tick_records import Ended
 
 NOW = "now"
-config_argument = click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+config_argument = click.argument("file", metavar="FILE", type=LocalPath())
 config_or_url_argument = click.argument("file", metavar="FILE")
 
 
@@ -106,7 +107,7 @@ def check(file: str, as_json: bool) -> None:
 @config_or_url_argument
 @click.option(
     "--key",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     required=True,
     metavar="FILE",
     help="Sign them with this private key, in PEM.",
@@ -223,7 +224,7 @@ def run(
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="PATH",
     help="Output file, or folder for systemd.",
 )

@@ -23,6 +23,7 @@ from trainload.cli.commands.shared import (
     DONE,
     Command,
     CountOf,
+    LocalPath,
     RunPlace,
     Span,
     driven_run_argument,
@@ -78,7 +79,7 @@ def plan_options(command: Command) -> Command:
     plan_option = click.option(
         "--plan",
         "plan_file",
-        type=click.Path(path_type=Path),
+        type=LocalPath(),
         metavar="FILE",
         help="Plan from `trainload plan`.",
     )
@@ -470,7 +471,7 @@ def _check_one_plan(
 @click.option(
     "--plan",
     "plan_file",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="FILE",
     help="Another plan, instead of both.",
 )

@@ -25,7 +25,7 @@ from rich.progress import (
 from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.formatting import size
-from trainload.core.storage.places import is_url, local_path
+from trainload.core.storage.places import is_url, local_path, path_here
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -37,13 +37,28 @@ DONE, FAILED, WRONG = 0, 1, 2
 _PLAIN_SECONDS = 5.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-package_argument = click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+
+
+class LocalPath(click.Path):
+    """A path on this machine, where a URL is an error instead of a path that begins with "s3:"."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(path_here(value), param, ctx)
+        except StorageError as error:
+            self.fail(str(error), param, ctx)
+
+
+package_argument = click.argument("package", metavar="PKG", type=LocalPath())
 any_package_argument = click.argument("package", metavar="PKG")
 """A folder, or the name of a package in a store or registry, for `located`."""
 new_package_option = click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     required=True,
     metavar="PKG",
     help="Path of the new package.",

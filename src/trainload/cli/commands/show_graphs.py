@@ -14,6 +14,7 @@ from rich.text import Text
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     FAILED,
+    LocalPath,
     err,
     json_option,
     new_package_option,
@@ -132,7 +133,7 @@ def transform(
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="PKG",
     help="Path of the new package.",
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands.shared import (
+    LocalPath,
     Transfer,
     json_option,
     new_package_option,
@@ -30,7 +31,7 @@ store_argument = click.argument("store", metavar="STORE")
 
 
 @click.command(short_help="Publish a package.")
-@click.argument("package", metavar="PKG", type=click.Path(path_type=Path))
+@click.argument("package", metavar="PKG", type=LocalPath())
 @store_argument
 @click.option("--line", metavar="NAME", help="Line. Default: the only one, or main.")
 @click.option(
@@ -123,7 +124,7 @@ def push(
 @click.option(
     "--reuse",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     metavar="PKG",
     help="Reuse files of another package.",
 )

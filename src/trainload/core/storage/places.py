@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trainload.core.credentials import check_no_credentials
+from trainload.core.errors import StorageError
 
 Where: TypeAlias = Path | str
 """The path of a file or folder, or an fsspec URL."""
@@ -27,6 +28,20 @@ def split_url(url: str) -> tuple[str, str]:
 def local_path(where: Where) -> Path:
     """Return the path of a place on this machine, without its protocol."""
     return Path(where.partition("://")[2] if isinstance(where, str) and "://" in where else where)
+
+
+def path_here(where: Where) -> Path:
+    """Return the path of a place that must be on this machine.
+
+    Raises:
+        StorageError: it is a URL.
+    """
+    if is_url(where):
+        raise StorageError(
+            f"{where} is a URL, and this works with files of this machine",
+            hint="Use a path. `trainload push` publishes a package at a URL, `pull` fetches it.",
+        )
+    return local_path(where)
 
 
 def absolute_place(where: Where | None) -> str | None:
