@@ -4,7 +4,7 @@ call, as under batch norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.derivation.step_check import arguments_of
-from trainload.autograd_trace.derivation.streamed_results import stream_results
+from trainload.autograd_trace.derivation.streamed_results import Receive, ResultStream
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.job.stored_tensors import StoredTensors
-from trainload.capture.parity.distance import noise_floor, relative_distance
+from trainload.capture.parity.distance import noise_floor, norm_of, relative_distance
 from trainload.capture.parity.parity import tolerance_of
 from trainload.capture.program import GraphCapture, Program
 
@@ -46,8 +46,9 @@ def are_rows_coupled(
     rows = next(iter(batch.values())).shape[0]
     if rows < 2 or isinstance(capture.inputs[0].shape[0], int):
         return False
+    stream = ResultStream(step)
     return any(
-        _is_different_in_halves(program, capture, step, example)
+        _is_different_in_halves(program, capture, stream, example)
         for example in chain([batch], _variations(batch))
     )
 
@@ -92,7 +93,7 @@ def _rearrange(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_different_in_halves(
-    program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]
+    program: Program, capture: GraphCapture, stream: ResultStream, batch: Mapping[str, Tensor]
 ) -> bool:
     """Return True if two calls yield another result than one.
 
@@ -113,13 +114,13 @@ def _is_different_in_halves(
         differences.append(relative_distance(together, value, floor))
 
     try:
-        _run_part(program, step, batch, range(middle), halves.begin)
+        _run_part(program, stream, batch, range(middle), halves.begin)
         after = replace(program, state={**program.state, **halves.written()})
-        _run_part(after, step, batch, range(middle, rows), halves.add)
+        _run_part(after, stream, batch, range(middle, rows), halves.add)
         if not all(halves.weights()):
             return False
-        floor = noise_floor(halves.gradients.values())
-        _run_part(program, step, batch, range(rows), compare)
+        floor = noise_floor(norm_of(halves.gradients.values()))
+        _run_part(program, stream, batch, range(rows), compare)
     except (RuntimeError, IndexError):
         # the graph does not accept a half's size, or one of its values
         return False
@@ -129,14 +130,14 @@ def _is_different_in_halves(
 
 def _run_part(
     program: Program,
-    step: StepGraph,
+    stream: ResultStream,
     batch: Mapping[str, Tensor],
     part: range,
-    receive: Callable[[Port, Tensor], None],
+    receive: Receive,
 ) -> None:
     rows = next(iter(batch.values())).shape[0]
     taken = {name: tensor[part.start : part.stop] for name, tensor in batch.items()}
-    stream_results(step, arguments_of(program, step, taken, part.start, rows), receive)
+    stream.stream(arguments_of(program, stream.step, taken, part.start, rows), receive)
 
 
 class _Halves:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainload.autograd_trace.derivation.step_module import StepModule, trainable_parameters
-from trainload.autograd_trace.derivation.streamed_results import stream_results
+from trainload.autograd_trace.derivation.streamed_results import ResultStream
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.job.stored_tensors import StoredTensors
 from trainload.capture.parity.backward_passes import store_gradients
@@ -73,11 +73,11 @@ def check_step(
     Raises:
         CaptureError: something differs.
     """
-    capture = program.graphs[name]
+    capture, stream = program.graphs[name], ResultStream(step)
     for example in replay_batches(
         capture, {i.name: batch[i.name] for i in capture.inputs}, Check.USUAL
     ):
-        _check_batch(program, capture, step, example)
+        _check_batch(program, capture, stream, example)
 
 
 def arguments_of(
@@ -118,14 +118,14 @@ def _scalars(row: int, rows: int) -> dict[Role, Tensor]:
 
 
 def _check_batch(
-    program: Program, capture: GraphCapture, step: StepGraph, batch: Mapping[str, Tensor]
+    program: Program, capture: GraphCapture, stream: ResultStream, batch: Mapping[str, Tensor]
 ) -> None:
     rows = next(iter(batch.values())).shape[0]
     scalars = _scalars(rows, rows)
     state = {name: program.state[name] for name in program.state} | dict(program.constants)
     expected = _by_autograd(program, capture, batch, scalars, state)
     total = norm_of(expected.gradients.values())
-    floor = noise_floor(expected.gradients.values())
+    floor = noise_floor(total)
     tolerance = tolerance_of(capture)
     keys = expected.results()
     computed: set[_Key] = set()
@@ -143,7 +143,7 @@ def _check_batch(
                 different[key] = value
 
     try:
-        stream_results(step, arguments_of(program, step, batch, rows, rows), compare)
+        stream.stream(arguments_of(program, stream.step, batch, rows, rows), compare)
     except RuntimeError as error:  # raised by torch's kernels
         raise CaptureError(
             f"the joint graph fails on {rows} rows: {first_line(error)}",

@@ -75,12 +75,11 @@ class StoredTensors(MutableMapping[str, Tensor | None]):
         place = self._places[name]
         if place is None:
             return None
-        if place.size == 0:
-            return torch.empty(place.shape, dtype=place.dtype, device=place.device)
+        tensor = torch.empty(place.shape, dtype=place.dtype)
         self._file.seek(place.start)
-        data = bytearray(place.size)
-        self._file.readinto(data)
-        return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape).to(place.device)
+        buffer: Any = _bytes_of(tensor).numpy()
+        self._file.readinto(buffer)
+        return tensor.to(place.device)
 
     def __delitem__(self, name: str) -> None:
         del self._places[name]

@@ -11,7 +11,12 @@ from functools import partial
 from torch import Tensor
 
 from trainload.capture.job.stored_tensors import StoredTensors
-from trainload.capture.parity.distance import noise_floor, relative_distance, tolerance_for
+from trainload.capture.parity.distance import (
+    noise_floor,
+    norm_of,
+    relative_distance,
+    tolerance_for,
+)
 from trainload.core.host_memory import return_free_memory
 
 
@@ -20,15 +25,20 @@ class ComparedGradients:
     """The gradients of a backward pass, compared with expected ones.
 
     Attributes:
-        floor: the least norm to which a distance is relative.
+        total: norm of the expected gradients.
         reached: parameters that got a gradient.
         different: the gradient of each parameter that differs by more than its tolerance; None if
             it got none.
     """
 
-    floor: float
+    total: float
     reached: set[str] = field(default_factory=set)
     different: dict[str, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def floor(self) -> float:
+        """The least norm to which a distance is relative."""
+        return noise_floor(self.total)
 
 
 def store_gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> StoredTensors:
@@ -61,7 +71,7 @@ def compare_gradients(
         expected: a gradient for each of them.
         tolerance: largest relative distance that counts as equal.
     """
-    compared = ComparedGradients(noise_floor(expected.values()))
+    compared = ComparedGradients(norm_of(expected.values()))
 
     def compare(name: str, gradient: Tensor | None) -> None:
         wanted = expected[name]

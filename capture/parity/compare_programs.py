@@ -89,15 +89,12 @@ def compare(
             continue
         nudged_state = nudged_state or nudged(state)
         moved = _replay(first, before, nudged_state, batch, seed, "the graph before the pass")
-        gradients = [v for k, v in expected.items() if k.startswith("gradient")]
-        total = norm_of(gradients)
+        total = norm_of(v for k, v in expected.items() if k.startswith("gradient"))
         for key, value in expected.items():
             other = moved[key]
             floor = 0.0
             if key.startswith("gradient") and value is not None and other is not None:
-                floor = max(
-                    noise_floor(gradients), digits_floor(value, other, worst.tolerance, total)
-                )
+                floor = max(noise_floor(total), digits_floor(value, other, worst.tolerance, total))
             distance = relative_distance(value, got.get(key), floor)
             if distance > worst.distance:
                 worst = Difference(name, key, distance, worst.tolerance)

@@ -61,12 +61,12 @@ def absolute_distance(expected: Tensor, got: Tensor) -> float:
     return math.hypot(*(float((_finite(a) - _finite(b)).norm()) for a, b in pairs))
 
 
-def noise_floor(gradients: Iterable[Tensor | None]) -> float:
+def noise_floor(total: float) -> float:
     """Return the least norm to which a gradient's distance is relative.
 
-    It is a millionth of the norm of all gradients' finite entries.
+    It is a millionth of `total`, the norm of all gradients.
     """
-    return _NOISE * norm_of(gradients)
+    return _NOISE * total
 
 
 def digits_floor(gradient: Tensor, moved: Tensor, tolerance: float, total: float) -> float:

@@ -27,7 +27,6 @@ from trainload.capture.parity.backward_passes import (
 )
 from trainload.capture.parity.distance import (
     digits_floor,
-    norm_of,
     nudged,
     relative_distance,
     tolerance_for,
@@ -549,7 +548,7 @@ def _check_gradients(
         if name in got
     }
     if wrong:
-        total, nudged_gradients = norm_of(expected.values()), moved()
+        total, nudged_gradients = compared.total, moved()
         # a sum in another order has no more digits than the weights' last bit determines
         for name in list(wrong):
             first, other = got[name], nudged_gradients[name]

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from trainload.autograd_trace.derivation.aot import derive
 from trainload.autograd_trace.derivation.step_check import arguments_of, check_step
-from trainload.autograd_trace.derivation.streamed_results import stream_results
+from trainload.autograd_trace.derivation.streamed_results import ResultStream
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.capture.job.definition import Job, Loss
 from trainload.capture.program import Program
@@ -82,7 +82,7 @@ def test_a_gradient_of_rounding_alone_may_be_other_rounding() -> None:
 
 def results_of(program: Program, step: StepGraph, batch: Mapping[str, Any]) -> dict[Port, Tensor]:
     results: dict[Port, Tensor] = {}
-    stream_results(step, arguments_of(program, step, batch, 4, 4), results.__setitem__)
+    ResultStream(step).stream(arguments_of(program, step, batch, 4, 4), results.__setitem__)
     return results
 
 
@@ -107,5 +107,5 @@ def test_a_gradient_is_freed_before_the_next_one_is_complete() -> None:
             alive.append(weakref.ref(value))
             most = max(most, sum(held() is not None for held in alive))
 
-    stream_results(step, arguments_of(program, step, given.batch, 4, 4), receive)
+    ResultStream(step).stream(arguments_of(program, step, given.batch, 4, 4), receive)
     assert (len(alive), most) == (4, 1)
