@@ -42,8 +42,10 @@ class _Results:
     values: Mapping[_Key, Tensor]
     gradients: StoredTensors
 
-    def results(self) -> list[_Key]:
-        return [*self.values, *((Role.GRADIENT, name) for name in self.gradients)]
+    def results(self) -> dict[_Key, None]:
+        """Return the keys, in order."""
+        gradients = [(Role.GRADIENT, name) for name in self.gradients]
+        return dict.fromkeys([*self.values, *gradients])
 
     def __getitem__(self, key: _Key) -> Tensor:
         value = self.gradients[key[1]] if key[0] is Role.GRADIENT else self.values[key]
@@ -62,7 +64,7 @@ def check_step(
 
     Loss, metrics, buffers and every gradient are compared. If the number of rows is dynamic,
     another number is tried too, because a derivative may have baked it in. Autograd's gradients
-    are held in memory, those of the step graph only one by one.
+    are stored, and those of the step graph are compared with them one by one.
 
     Args:
         program: the program that `step` was derived from; its weights are read.
