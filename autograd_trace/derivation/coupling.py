@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -114,9 +115,9 @@ def _is_different_in_halves(
         differences.append(relative_distance(together, value, floor))
 
     try:
-        _run_part(program, stream, batch, range(middle), halves.begin)
+        _run_part(program, stream, batch, range(middle), partial(halves.receive, 0))
         after = replace(program, state={**program.state, **halves.written()})
-        _run_part(after, stream, batch, range(middle, rows), halves.add)
+        _run_part(after, stream, batch, range(middle, rows), partial(halves.receive, 1))
         if not all(halves.weights()):
             return False
         floor = noise_floor(norm_of(halves.gradients.values()))
@@ -147,15 +148,8 @@ class _Halves:
         self.gradients = StoredTensors()
         self._values: tuple[dict[Port, Tensor], dict[Port, Tensor]] = ({}, {})
 
-    def begin(self, port: Port, value: Tensor) -> None:
-        """Receive a result of the first call."""
-        self._receive(0, port, value)
-
-    def add(self, port: Port, value: Tensor) -> None:
-        """Receive a result of the second call."""
-        self._receive(1, port, value)
-
-    def _receive(self, half: int, port: Port, value: Tensor) -> None:
+    def receive(self, half: int, port: Port, value: Tensor) -> None:
+        """Receive a result of the first (0) or second (1) call."""
         if port.role is Role.GRADIENT:
             self.gradients.add(port.name, value)
         else:

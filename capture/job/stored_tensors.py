@@ -97,11 +97,7 @@ class StoredTensors(MutableMapping[str, Tensor | None]):
     def is_equal(self, name: str, tensor: Tensor) -> bool:
         """Return True if a tensor equals the stored one of this name, bit for bit."""
         stored = self[name]
-        return (
-            stored is not None
-            and (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype)
-            and torch.equal(_bytes_of(stored), _bytes_of(tensor))
-        )
+        return stored is not None and has_equal_bits(stored, tensor)
 
     def restore(self, name: str, tensor: Tensor) -> None:
         """Write the stored values to a tensor of the same shape."""
@@ -113,6 +109,12 @@ class StoredTensors(MutableMapping[str, Tensor | None]):
         """Store a tensor, or its sum with the one that is stored."""
         before = self.get(name)
         self[name] = tensor if before is None else before + tensor
+
+
+def has_equal_bits(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors are equal bit for bit, so that NaN equals NaN."""
+    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return alike and torch.equal(_bytes_of(first), _bytes_of(second))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

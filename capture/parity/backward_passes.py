@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from trainload.capture.job.stored_tensors import StoredTensors
@@ -17,6 +18,7 @@ from trainload.capture.parity.distance import (
     relative_distance,
     tolerance_for,
 )
+from trainload.core.errors import CaptureError
 from trainload.core.host_memory import return_free_memory
 
 
@@ -49,11 +51,30 @@ def store_gradients(loss: Tensor, leaves: Mapping[str, Tensor]) -> StoredTensors
         leaves: parameters that require a gradient, each once. Their `grad` is None afterwards.
 
     Raises:
+        CaptureError: a parameter has a sparse gradient.
         StorageError: as for `StoredTensors`.
     """
     stored = StoredTensors()
     stored.update(dict.fromkeys(leaves))
-    run_backward(loss, leaves, stored.add)
+    layouts: dict[str, torch.layout] = {}
+
+    def receive(name: str, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            stored.add(name, gradient)
+        else:
+            layouts[name] = gradient.layout
+
+    run_backward(loss, leaves, receive)
+    for name in leaves:
+        if name in layouts:
+            raise CaptureError(
+                "a parameter has a sparse gradient, which gradient buckets and optimizer graphs do"
+                " not support",
+                where=f"Job.model: {name}",
+                expected="torch.strided",
+                got=str(layouts[name]),
+                hint="Create the embedding with sparse=False.",
+            )
     return stored
 
 

@@ -23,7 +23,7 @@ from trainload.capture.operators import is_overload, nodes_in
 from trainload.capture.parity.backward_passes import (
     ComparedGradients,
     compare_gradients,
-    run_backward,
+    store_gradients,
 )
 from trainload.capture.parity.distance import (
     digits_floor,
@@ -137,11 +137,7 @@ def _compare(
                     n: value.detach().clone()
                     for n, value in model.named_buffers(remove_duplicate=False)
                 }
-            eager_gradients = (
-                _eager_gradients(_loss_of(expected, captured), _trained(parameters))
-                if training
-                else StoredTensors()
-            )
+            eager_gradients = _gradients(expected, captured, parameters)
         except RequestError:
             raise
         except Exception as error:
@@ -235,7 +231,7 @@ def _compare(
                 tolerance,
             )
 
-    def moved() -> dict[str, Tensor | None]:
+    def moved() -> Mapping[str, Tensor | None]:
         """Return the graph's gradients at weights that differ in their last bit."""
         nudged_weights = nudged(weights)
         fresh = {name: value.clone() for name, value in before.items()}
@@ -253,7 +249,7 @@ def _compare(
                 outputs = twin.exported.graph_module(
                     *_arguments(twin, doubled(batch), state, doubled(constants))
                 )
-                gradients = _gradients(outputs, twin, state) if training else {}
+                gradients = _gradients(outputs, twin, state)
             values: dict[Key, Tensor | None] = {
                 (s.role, s.name): v.detach() for s, v in zip(captured.outputs, outputs, strict=True)
             }
@@ -445,51 +441,18 @@ def _trained(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: parameters[name] for name in first.values()}
 
 
-def _eager_gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> StoredTensors:
-    """Compute gradients by backward() as a training loop does."""
-    gradients = StoredTensors()
-    gradients.update(dict.fromkeys(parameters))
-    sparse: dict[str, torch.layout] = {}
-
-    def receive(name: str, gradient: Tensor) -> None:
-        if gradient.layout is torch.strided:
-            gradients.add(name, gradient)
-        else:
-            sparse.setdefault(name, gradient.layout)
-
-    run_backward(loss, parameters, receive)
-    for name in parameters:
-        if name in sparse:
-            raise CaptureError(
-                "a parameter has a sparse gradient, which gradient buckets and optimizer graphs do"
-                " not support",
-                where=f"Job.model: {name}",
-                expected="torch.strided",
-                got=str(sparse[name]),
-                hint="Create the embedding with sparse=False.",
-            )
-    return gradients
+def _gradients(
+    outputs: Sequence[Tensor], captured: GraphCapture, parameters: Mapping[str, Tensor]
+) -> StoredTensors:
+    """Return the gradients of a training graph's loss; none for another graph."""
+    if not captured.training:
+        return StoredTensors()
+    return store_gradients(_loss_of(outputs, captured), _trained(parameters))
 
 
 def _loss_of(outputs: Sequence[Tensor], captured: GraphCapture) -> Tensor:
     return next(
         v for s, v in zip(captured.outputs, outputs, strict=True) if s.role is OutputRole.LOSS
-    )
-
-
-def _gradients(
-    outputs: Sequence[Tensor], captured: GraphCapture, parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor | None]:
-    loss = _loss_of(outputs, captured)
-    differentiated = _trained(parameters)
-    if not loss.requires_grad:
-        return dict.fromkeys(differentiated)
-    return dict(
-        zip(
-            differentiated,
-            torch.autograd.grad(loss, list(differentiated.values()), allow_unused=True),
-            strict=True,
-        )
     )
 
 

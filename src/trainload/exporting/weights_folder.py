@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
+from trainload.capture.job.stored_tensors import has_equal_bits
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import PackageError
 from trainload.core.paths import write_bytes
@@ -185,7 +184,7 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
     for file in sorted(root.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys() & unchecked.keys():
-                if not _is_same(
+                if not has_equal_bits(
                     opened.get_tensor(name), package.weights.tensor(unchecked.pop(name))
                 ):
                     raise PackageError(
@@ -193,15 +192,6 @@ def check_folder(root: Path, package: Package, contents: Contents) -> None:
                     )
     if unchecked:
         raise PackageError("a tensor was not written", where=min(unchecked))
-
-
-def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors are equal bit for bit, so that NaN equals NaN."""
-    alike = (first.dtype, first.shape) == (second.dtype, second.shape)
-    return alike and torch.equal(
-        first.contiguous().reshape(-1).view(torch.uint8),
-        second.contiguous().reshape(-1).view(torch.uint8),
-    )
 
 
 def _shards(contents: Contents, max_shard: int) -> dict[str, Sequence[Stored]]:
