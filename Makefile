@@ -19,7 +19,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze fresh-start large-model grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -103,6 +103,9 @@ fresh-start: env
 
 freeze: env
 	$(BIN)/python benchmarks/freeze.py
+
+large-shapes: env
+	$(BIN)/python -W ignore benchmarks/large_shapes.py
 
 large-model: env
 	$(BIN)/python -W ignore benchmarks/large_model.py

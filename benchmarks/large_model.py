@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +27,7 @@ from typing import Any
 import numpy as np
 from large_model_job import LARGE
 from llama8b import REDUCED, Shapes
-from measure import RESULTS, ROOT, machine, note, save, screen, table
+from measure import RESULTS, ROOT, command, machine, note, save, screen, table
 
 LIMIT = 2 * 2**30
 """Bytes of private memory of the process that freezes."""
@@ -46,26 +44,6 @@ package = trainload.open(sys.argv[1])
 save({name: package.weights.tensor(name) for name in package.weights.names()},
      checkpoint_id=sys.argv[2])
 """
-
-
-def trainload(*arguments: object, limit: int | None = None) -> dict[str, Any]:
-    """Run one command; return its JSON, its seconds and its peak resident memory in bytes."""
-
-    def restrict() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    command = [sys.executable, "-m", "trainload", *map(str, arguments), "--json"]
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, preexec_fn=restrict, env={**os.environ}, text=True
-    )
-    assert process.stdout is not None
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, (command, output)
-    seconds = time.perf_counter() - began
-    return {"result": json.loads(output), "seconds": seconds, "peak": usage.ru_maxrss * 1024}
 
 
 @contextmanager
@@ -111,14 +89,14 @@ def train(
     """Train and resume one run, and return its measurements."""
     plan = scratch / f"{name}.json"
     options = ("--nodes", 1, "--devices-per-node", 2, "--strategy", "zero3")
-    estimate = trainload("plan", package, *options, "-o", plan)["result"]["estimate"]
+    estimate = command("plan", package, *options, "-o", plan).result["estimate"]
     run = scratch / name
     launch = ("launch", package, "--plan", plan, "--data", data, "--weights", weights)
     with rank_peaks() as peaks:
-        first = trainload(*launch, "--steps", steps, "--run-dir", run)
+        first = command(*launch, "--steps", steps, "--run-dir", run)
     with rank_peaks() as resumed:
-        command = [sys.executable, "-c", RESUME, str(run), str(steps + 1)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        words = [sys.executable, "-c", RESUME, str(run), str(steps + 1)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     losses = [event["data"]["loss"] for event in events if event["kind"] == "step"]
     expected = sum(value for key, value in estimate.items() if not key.startswith("communication"))
@@ -126,7 +104,7 @@ def train(
         "estimate": expected,
         "peaks": sorted(peaks.values())[-2:],  # without the server from which they are forked
         "resumed_peaks": sorted(resumed.values())[-2:],
-        "seconds": first["seconds"],
+        "seconds": first.seconds,
         "losses": losses,
     }
 
@@ -136,12 +114,12 @@ def sources(scratch: Path, package: Path, wanted: list[str]) -> dict[str, Path |
     filled = scratch / "filled.tl"
     if wanted != ["init"]:
         note("writing the first values")
-        trainload("fill", package, "--weights", "init", "-o", filled)
+        command("fill", package, "--weights", "init", "-o", filled)
     places: dict[str, Path | str] = {"init": "init", "safetensors": filled / "weights"}
     if "dcp" in wanted:
         places["dcp"] = scratch / "dcp"
-        command = [sys.executable, "-W", "ignore", "-c", SAVE_DCP, str(filled), str(places["dcp"])]
-        subprocess.run(command, check=True)
+        words = [sys.executable, "-W", "ignore", "-c", SAVE_DCP, str(filled), str(places["dcp"])]
+        subprocess.run(words, check=True)
     return {name: places[name] for name in wanted}
 
 
@@ -157,10 +135,10 @@ def main() -> None:
         note("freezing")
         package, small = scratch / "large.tl", scratch / "small.tl"
         reduced = f"{JOB}:reduced"
-        frozen = trainload(
+        frozen = command(
             "freeze", f"{JOB}:large", "--abstract", "--reduced", reduced, "-o", package, limit=LIMIT
         )
-        trainload("freeze", reduced, "-o", small)
+        command("freeze", reduced, "-o", small)
         note("training the reduced model")
         own = train(scratch, small, rows(scratch / "small.npz", REDUCED), "own", 3, "init")
         data = rows(scratch / "rows.npz", LARGE)
@@ -170,7 +148,7 @@ def main() -> None:
             runs[source] = train(scratch, package, data, source, arguments.steps, weights)
     result = {
         "machine": machine(),
-        "frozen": {key: frozen[key] for key in ("seconds", "peak")},
+        "frozen": {"seconds": frozen.seconds, "peak": frozen.peak},
         "own": max(own["peaks"]),
         "runs": runs,
     }
@@ -190,7 +168,7 @@ def main() -> None:
     ]
     columns = ["source", "estimate", "with own", "peaks", "resumed", "seconds", "losses"]
     screen().print(table("GiB per worker", columns, lines))
-    note(f"frozen in {frozen['seconds']:.0f} s, peak {frozen['peak'] / gib:.2f} GiB")
+    note(f"frozen in {frozen.seconds:.0f} s, peak {frozen.peak / gib:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "gpt"
 RESULTS = Path(__file__).resolve().parent / "results"
 MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A command's result, its seconds, its CPU seconds and its peak resident memory in bytes."""
+
+    result: Any
+    seconds: float
+    cpu: float
+    peak: int
 
 
 def see_example() -> None:
@@ -95,6 +108,33 @@ def alone(work: Callable[..., None], *arguments: Any) -> None:
     process.start()
     process.join()
     assert not process.exitcode, "the process failed"
+
+
+def command(*arguments: object, limit: int | None = None, core: int | None = None) -> Measured:
+    """Run one command of trainload in a process of its own.
+
+    limit: bytes of private memory that it may have. core: the only core it may use.
+    """
+
+    def restrict() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+    words = [sys.executable, "-m", "trainload", *map(str, arguments), "--json"]
+    began = time.perf_counter()
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, preexec_fn=restrict, text=True)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, (words, output)
+    return Measured(
+        result=json.loads(output),
+        seconds=time.perf_counter() - began,
+        cpu=usage.ru_utime + usage.ru_stime,
+        peak=usage.ru_maxrss * 1024,
+    )
 
 
 def machine() -> dict[str, Any]:
