@@ -48,4 +48,5 @@ def _job(shapes: Shapes) -> trainload.Job:
         batch={"tokens": tokens, "targets": tokens.clone()},
         loss=loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+        global_batch=512,
     )
