@@ -116,6 +116,13 @@ def is_collective(node: Node) -> bool:
     return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
+def is_view(node: Node) -> bool:
+    """Return True if a node calls an operator that computes nothing."""
+    return is_overload(node.target) and (
+        node.target.is_view or node.target.overloadpacket.__name__ == "_unsafe_view"
+    )
+
+
 def calls_in(module: GraphModule) -> Iterator[Node]:
     """Yield every call of an operator, including calls in bodies."""
     return (node for node in nodes_in(module) if node.op == "call_function")

@@ -2,7 +2,8 @@
 
 Tested with torch 2.13.0. Private names used:
 `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`, `torch._functorch.config`,
-`torch._functorch._aot_autograd.descriptors`, `torch._dispatch.python`,
+`torch._functorch._aot_autograd.descriptors`,
+`torch._functorch._aot_autograd.logging_utils`, `torch._dispatch.python`,
 `torch._subclasses.fake_tensor`, `ExportedProgram._guards_code`.
 """
 
@@ -31,6 +32,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -40,6 +42,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
+from trainload.autograd_trace.derivation.backward_origins import copy_origins
 from trainload.autograd_trace.derivation.step_module import (
     StepModule,
     is_functional,
@@ -110,7 +113,8 @@ def derive(
         graph: its name. A training graph yields forward and backward in one graph, others forward.
         device: where the graph will run. "cuda" needs a GPU on this machine (torch aborts
             otherwise).
-        sources: True to copy the captured nodes' stack traces to their nodes, which takes longer.
+        sources: True to copy the captured nodes' stack traces and stacks of modules to their nodes
+            and to those of the backward part, which takes longer.
         is_deterministic: False to allow operators whose gradients differ from call to call.
 
     Raises:
@@ -152,7 +156,7 @@ def derive(
             stack.enter_context(deterministic_attention())
         with preserve_node_meta(sources):
             traced = (
-                _trace_functional(module, mode, inputs)
+                _trace_functional(module, mode, inputs, sources=sources)
                 if is_functional(capture.exported.graph_module)
                 else None
             )
@@ -164,6 +168,8 @@ def derive(
                 traced = aot_export_joint_with_descriptors(
                     stack, module, tuple(inputs)
                 ).graph_module
+    if sources:
+        copy_origins(traced.graph)
     return _flatten(traced, module, graph)
 
 
@@ -179,7 +185,7 @@ def whole_triton_operators() -> contextlib.AbstractContextManager[None]:
 
 
 def _trace_functional(
-    module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor]
+    module: StepModule, mode: FakeTensorMode, inputs: Sequence[Tensor], *, sources: bool
 ) -> GraphModule | None:
     """Trace the joint graph of a functional graph, as AOT autograd would, in about half the time.
 
@@ -190,6 +196,7 @@ def _trace_functional(
         module: module of a graph for which `is_functional` holds; its state is fake.
         mode: fake mode of the state and the inputs.
         inputs: fake tensors, in the order of `StepModule.input_ports`.
+        sources: True to give the nodes of the backward part the numbers of their forward nodes.
 
     Returns:
         The graph with AOT autograd's descriptions of inputs and outputs, or None if an operator's
@@ -206,6 +213,8 @@ def _trace_functional(
         results = list(torch.func.functional_call(module, state_values, tuple(entries)))
         outputs[:] = [PlainAOTOutput(idx=index) for index in range(len(results))]
         if module.training_graph and results[-1].requires_grad:
+            if sources:
+                setup_stacktrace_preservation_hooks([results[-1].grad_fn])
             wanted = [state_values[name] for name in trained]
             gradients = torch.autograd.grad(results[-1], wanted, tangent, allow_unused=True)
             for name, gradient in zip(trained, gradients, strict=True):

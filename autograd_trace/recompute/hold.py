@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from trainload.autograd_trace.graph_calls import append
 from trainload.autograd_trace.graphs import TANGENT
 from trainload.autograd_trace.recompute.rematerialisation import RECOMPUTES, REPEATED
-from trainload.capture.operators import is_collective, is_overload
+from trainload.capture.operators import is_collective, is_overload, is_view
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def hold_back(module: GraphModule) -> None:
         sources = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), Tensor)]
         if any(s in late and RECOMPUTES in s.meta for s in sources):
             late.add(node)
-        elif last is not None and sources and is_overload(node.target) and not _is_view(node):
+        elif last is not None and sources and is_overload(node.target) and not is_view(node):
             guard = guards[last] = guards.get(last) or _insert_guard(graph, last, node)
             if node.target.overloadpacket.__name__ in _CALLS:
                 source = _main_operand(sources)
@@ -127,13 +127,6 @@ def _has_an_element(node: Node) -> bool:
         return False
     return value.is_floating_point() and all(
         statically_known_true(size >= 1) for size in value.shape
-    )
-
-
-def _is_view(node: Node) -> bool:
-    """Return True if an operator computes nothing."""
-    return is_overload(node.target) and (
-        node.target.is_view or node.target.overloadpacket.__name__ == "_unsafe_view"
     )
 
 

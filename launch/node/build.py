@@ -60,7 +60,7 @@ from trainload.packaging.package import Package
 from trainload.sharding.analysis.collectives import Collective, as_json, of_json
 from trainload.sharding.pipeline.stages import Part, Value
 from trainload.sharding.planner.plan_costs import sizes_of
-from trainload.sharding.plans.device_step_graphs import step_graphs
+from trainload.sharding.plans.device_step_graphs import sourced_step_graphs, step_graphs
 from trainload.sharding.plans.plan import Plan
 from trainload.sharding.rewriting.local_step import Local, local_step
 from trainload.sharding.rewriting.rank_graphs import (
@@ -328,9 +328,14 @@ def uncompiled_build(
     pipeline_index: int = 0,
     *,
     evaluates: bool = True,
+    sources: bool = False,
 ) -> Built:
-    """Return an interpreted build, for machines without a compiler and for tests."""
-    made = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates)
+    """Return an interpreted build, for machines without a compiler, for tests and for debugging.
+
+    With `sources`, the graphs' nodes have the stack traces and modules of the captured operators
+    (`sourced_step_graphs`).
+    """
+    made = _make_graphs(package, plan, device, pipeline_index, evaluates=evaluates, sources=sources)
     graphs, work = made.graphs, made.work
 
     def graph(name: str) -> BuiltGraph:
@@ -383,9 +388,11 @@ def _make_graphs(
     on_stage: Callable[[str, float], None] = lambda *_: None,
     *,
     evaluates: bool,
+    sources: bool = False,
 ) -> _Made:
     began = time.perf_counter()
-    steps = step_graphs(package, device, package.manifest.step_graphs(evaluates=evaluates))
+    names = package.manifest.step_graphs(evaluates=evaluates)
+    steps = (sourced_step_graphs if sources else step_graphs)(package, device, names)
     on_stage("derive joint graphs", time.perf_counter() - began)
     began = time.perf_counter()
     local = {name: local_step(step, Local.of(plan)) for name, step in steps.items()}

@@ -26,6 +26,7 @@ class Phase(StrEnum):
     DATA = "waiting for data"
     STEP = "in a step"
     COMPARING = "comparing a compiled graph with the interpreted one"
+    SEARCHING = "searching for the first value that is not finite"
     AGREEING = "agreeing whether to continue"
     EVALUATING = "evaluating"
     SAVING = "saving"

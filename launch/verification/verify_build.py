@@ -44,6 +44,7 @@ from trainload.launching.verification.row_limit import fitting_rows
 from trainload.launching.verification.stored_copies import Copy, HostCopies, loaded
 from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import places_in_step
+from trainload.sharding.plans.parameters_within import parameters_within
 from trainload.sharding.plans.plan import Bucket, Plan
 from trainload.sharding.rewriting.rank_graphs import update_name
 from trainload.sharding.rewriting.rank_update import UPDATE_SCALARS, bucket_updates
@@ -286,19 +287,8 @@ class Verifier:
 
     def _split_by_parameter(self, bucket: Bucket, value: V, what: str) -> Labelled[V]:
         """Split a flat tensor of a bucket, or of this rank's share of it, by parameter."""
-        start = (
-            0 if len(value) == bucket.length else self._plan.shard_index(self._rank) * len(value)
-        )
-        labelled_values: Labelled[V] = []
-        for slot in bucket.slots:
-            low, high = (
-                max(slot.offset - start, 0),
-                min(slot.offset + slot.length - start, len(value)),
-            )
-            if low < high:
-                part: V = value[low:high]
-                labelled_values.append((f"{what} {slot.parameter}", part))
-        return labelled_values
+        parts = parameters_within(self._plan, self._rank, bucket, len(value))
+        return [(f"{what} {name}", value[low:high]) for name, low, high in parts]
 
 
 def is_update(graph: BuiltGraph) -> bool:

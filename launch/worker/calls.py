@@ -73,6 +73,9 @@ class Calls:
         device: device of this rank.
         state: state of this rank; it is modified.
         on_call: called with the name of each graph before the graph is called.
+
+    Attributes:
+        microbatch: microbatch of the last call; None before the first.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Calls:
         self._recipe = package.recipe
         self._plan, self._rank, self._device, self._state = plan, rank, device, state
         self._buckets = {bucket.name: bucket for bucket in plan.buckets}
+        self.microbatch: Microbatch | None = None
 
     def call(
         self, graph: BuiltGraph, microbatch: Microbatch, context: CallContext
@@ -99,6 +103,7 @@ class Calls:
             self._argument(port.role, port.name, microbatch, context) for port in graph.inputs
         ]
         self._on_call(graph.name)
+        self.microbatch = microbatch
         with torch.no_grad():
             results = graph.call(*arguments)
         outputs: dict[Role, list[Tensor]] = {}

@@ -42,7 +42,7 @@ class GraphResult:
     """Result of a graph's update, the same on every rank.
 
     The update is skipped if the weight is 0; loss and metrics are NaN then, and the norm is 0. It
-    is also skipped if the loss is scaled and the norm is not finite.
+    is also skipped if loss or norm are not finite.
 
     Attributes:
         loss: weighted mean over the global batch.
@@ -70,6 +70,35 @@ class StepResult(GraphResult):
 
     others: Mapping[str, GraphResult] = field(default_factory=dict)
     turns: Sequence[tuple[str, GraphResult]] = ()
+
+
+class NotFiniteError(Exception):
+    """The loss of a turn, or the norm of a gradient whose loss is not scaled, is not finite.
+
+    The turn has left parameters and optimizer state unchanged.
+
+    Attributes:
+        graph: name of the graph.
+        quantity: "loss" or "gradient's norm".
+        value: its value.
+    """
+
+    def __init__(self, graph: str, quantity: str, value: float) -> None:
+        super().__init__(f"{graph}: the {quantity} is {value}")
+        self.graph, self.quantity, self.value = graph, quantity, value
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A turn of a training graph and what it began from, as far as the turn changes it."""
+
+    name: str
+    call: TurnCall
+    draw: Draw
+    fed: dict[str, list[Tensor]]
+    rates: Sequence[float]
+    buffers: dict[str, Tensor]
+    scaling: list[Tensor]
 
 
 class Engine:
@@ -122,6 +151,12 @@ class Engine:
             PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
         )
         self.calling: list[tuple[str, Microbatch]] = []
+        self._begun: _Begun | None = None
+
+    @property
+    def microbatch(self) -> Microbatch | None:
+        """The microbatch of the graph that is called, or was called last."""
+        return self._calls.microbatch
 
     # Steps
 
@@ -134,6 +169,10 @@ class Engine:
             number: number of the round, from 0.
             draws: global batches of the round; `rounds.draws_of` is their number.
             rates: learning rates of the recipe's groups; None for those of the recipe's schedule.
+
+        Raises:
+            NotFiniteError: the loss or the gradient of a turn is not finite, on every rank. The
+                round has ended with this turn; `repeat_turn` computes it again.
         """
         fed: dict[str, list[Tensor]] = {}
         results: dict[str, GraphResult] = {}
@@ -166,6 +205,7 @@ class Engine:
                 current_rates = self._recipe.rates(counts) if rates is None else rates
                 results[call.graph] = self._train(name, call, draw, fed, current_rates)
                 turns.append((call.graph, results[call.graph]))
+                self._check_finite(call.graph, results[call.graph])
             counts[call.graph] += 1
         main = results.pop(self._recipe.main)
         return StepResult(
@@ -177,6 +217,57 @@ class Engine:
             results,
             turns,
         )
+
+    def _check_finite(self, graph: str, result: GraphResult) -> None:
+        if not result.weight:
+            return  # nothing was updated
+        if not math.isfinite(result.loss):
+            raise NotFiniteError(graph, "loss", result.loss)
+        norm = result.gradient_norm
+        # If the norm of a scaled gradient is not finite, the update was skipped and the scale is
+        # lowered; clipping by value makes infinities finite.
+        is_clipped = self._recipe.graph(graph).clip_value is not None
+        can_train = math.isfinite(norm) or (is_clipped and not math.isnan(norm))
+        if result.loss_scale is None and not can_train:
+            raise NotFiniteError(graph, "gradient's norm", norm)
+
+    def _begin(
+        self,
+        name: str,
+        call: TurnCall,
+        draw: Draw,
+        fed: Mapping[str, list[Tensor]],
+        rates: Sequence[float],
+    ) -> _Begun:
+        scaling = [value.clone() for value in self.held.scaling.get(call.graph, [])]
+        # a recorded graph writes its next buffers where it has read these
+        buffers = {
+            buffer: value.clone() if self._built.is_recorded else value
+            for buffer, value in self.held.buffers.items()
+        }
+        return _Begun(name, call, draw, dict(fed), rates, buffers, scaling)
+
+    def repeat_turn(self, built: Built) -> None:
+        """Compute the turn again that raised NotFiniteError, by the callables of another build of
+        the plan. The state is the same afterwards, so this may be repeated.
+        """
+        begun, own = self._begun, self._built
+        assert begun is not None, "a turn has begun"
+
+        def restore() -> None:
+            self.held.buffers.update(begun.buffers)
+            for value, before in zip(
+                self.held.scaling.get(begun.call.graph, []), begun.scaling, strict=True
+            ):
+                value.copy_(before)
+
+        restore()
+        self._built = built
+        try:
+            self._train(begun.name, begun.call, begun.draw, dict(begun.fed), begun.rates)
+        finally:
+            self._built = own
+            restore()
 
     def _train(
         self,
@@ -190,6 +281,7 @@ class Engine:
         update.
         """
         names = self.metric_names(name)
+        self._begun = self._begin(name, call, draw, fed, rates)
         totals, gradients = (
             self._train_microbatches(name, call, draw, fed)
             if self._pipeline is None
@@ -200,8 +292,10 @@ class Engine:
         if self._has_own_weight(name) and not totals[-1].item():
             nothing = dict.fromkeys(names, math.nan)
             return GraphResult(math.nan, 0.0, nothing, 0.0, scale[0].item() if scale else None)
+        # an update whose loss is not finite must leave everything unchanged too
+        divisor = torch.where(torch.isfinite(totals[0]), totals[-1], math.nan)
         norm = self._update(
-            name, gradients, totals[-1] * self._calls.scale(call.graph), rates, scaling
+            name, gradients, divisor * self._calls.scale(call.graph), rates, scaling
         )
         # one copy, the only place at which the host waits for the device
         told = torch.cat([totals, norm.reshape(1), *scale]).tolist()
@@ -385,12 +479,12 @@ class Engine:
         """Run an update that creates optimizer state or means, one bucket at a time, and return the
         gradient's norm.
 
-        Nothing but the loss scale is stored if the loss is scaled and the gradient was not finite.
+        Nothing but the loss scale is stored if the gradient is not usable.
         """
         results = step.in_turn(*arguments)
         norm, *scales = next(results)
         scaling[:] = scales
-        if scaling and not torch.isfinite(norm):
+        if not step.usable(norm):
             return norm
         for part, param, (new, *created) in zip(step.parts, params, results, strict=True):
             param.copy_(new)

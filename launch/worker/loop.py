@@ -50,10 +50,10 @@ from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.run.straggler import peers_of
 from trainload.launching.verification.verify_build import Verifier
 from trainload.launching.worker.agreement import check_same_collectives, check_same_data
-from trainload.launching.worker.engine import Draw, Engine, GraphResult, StepResult
+from trainload.launching.worker.divergence import Search, explain_divergence
+from trainload.launching.worker.engine import Draw, Engine, NotFiniteError, StepResult
 from trainload.launching.worker.evaluation import Evaluation
 from trainload.launching.worker.explaining import Failing, explain, explain_without_rows
-from trainload.launching.worker.not_finite import first_not_finite
 from trainload.launching.worker.preparation import Keeper, Opened, set_threads
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
@@ -371,13 +371,15 @@ class _Worker:
             self._explaining(self._data, self._spec.data, f"step {step + 1}"),
             self._waits.measured() if self._has_peers else nullcontext(),
         ):
-            result = self._engine.step(step, draws)
+            try:
+                result = self._engine.step(step, draws)
+            except NotFiniteError as error:
+                raise self._explain_divergence(step, error, draws) from error
         seconds = time.perf_counter() - began - self._waits.taken()
         compared = self._compared()
         clock.leave_out(compared)
         if not compared:
             self._activity.worked(seconds)
-        self._check_finite(step, result, draws)
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
             self._report_skipped(step, result)
@@ -439,50 +441,23 @@ class _Worker:
                     step=step,
                 )
 
-    def _check_finite(self, step: int, result: StepResult, draws: Sequence[Draw]) -> None:
-        """Check that loss and gradient norm of every update of a step are finite, before it is
-        saved.
-
-        They are the same on every rank, so either all ranks raise or none does.
-
-        Raises:
-            DivergedError: one of them is not finite.
-        """
-        for graph, turn in result.turns:
-            if not turn.weight:
-                continue  # nothing was updated
-            if not math.isfinite(turn.loss):
-                what, value = "loss", turn.loss
-            elif not self._can_train(graph, turn):
-                what, value = "gradient's norm", turn.gradient_norm
-            else:
-                continue
-            of_data = next(
-                filter(
-                    None,
-                    gathered(first_not_finite(draws, self._data, self._spec.data), self._control),
-                ),
-                "",
-            )
-            advice = "Lower the learning rate, clip the gradient, or inspect the data of this step."
-            likely = f"Check the data: {of_data}." if of_data else advice
-            raise DivergedError(
-                f"the {what} is {value}",
-                where=f"step {step + 1}" + (f", graph {graph}" if result.others else ""),
-                expected="a finite number",
-                got=str(value),
-                hint=f"The last checkpoint was written before this step. {likely}",
-            )
-
-    def _can_train(self, graph: str, turn: GraphResult) -> bool:
-        """Return True if the weights are finite after an update, judged by its gradient norm."""
-        # if the norm is not finite, the update was skipped and the scale is lowered
-        if turn.loss_scale is not None:
-            return True
-        # clipping by value makes infinities finite
-        if self._package.recipe.graph(graph).clip_value is not None:
-            return not math.isnan(turn.gradient_norm)
-        return math.isfinite(turn.gradient_norm)
+    def _explain_divergence(
+        self, step: int, error: NotFiniteError, draws: Sequence[Draw]
+    ) -> DivergedError:
+        search = Search(
+            self._package,
+            self._plan,
+            self._place.rank,
+            self._device,
+            self._data,
+            self._spec.data,
+            self._control,
+        )
+        with self._activity.within(Phase.SEARCHING):
+            explained, finding = explain_divergence(error, search, self._engine, draws, step)
+        if finding is not None and self._place.rank == 0:
+            self._contact.write("finding", step=step, **finding.as_json())
+        return explained
 
     def _tokens_per_row(self) -> int | None:
         if self._package.manifest.variants:  # their rows may differ in length

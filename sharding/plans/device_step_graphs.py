@@ -66,6 +66,24 @@ def step_graphs(
     return graphs
 
 
+def sourced_step_graphs(
+    package: Package, device: torch.device, names: Iterable[str] | None = None
+) -> dict[str, StepGraph]:
+    """Return the same graphs as `step_graphs`, whose nodes have the stack trace and the modules of
+    the captured operators, as far as the package has them.
+
+    They are derived again, and may have other names for their nodes than stored ones.
+    """
+    graphs: dict[str, StepGraph] = {}
+    program = package.program()
+    for name in package.manifest.step_graphs() if names is None else names:
+        restore_traces(package.path, name, program.graphs[name].exported)
+        graphs[name] = derive(
+            program, name, device, sources=True, is_deterministic=_must_be_deterministic()
+        )
+    return graphs
+
+
 def places_in_step(package: Package, graph: str, device: torch.device) -> dict[str, str]:
     """Return the user's line that each node of a step graph comes from, such as "model.py:12: y =
     x.amin(1)".
@@ -77,9 +95,7 @@ def places_in_step(package: Package, graph: str, device: torch.device) -> dict[s
         graph: a name in `Manifest.step_graphs`.
         device: as in `step_graphs`.
     """
-    program = package.program()
-    restore_traces(package.path, graph, program.graphs[graph].exported)
-    step = derive(program, graph, device, sources=True, is_deterministic=_must_be_deterministic())
+    step = sourced_step_graphs(package, device, [graph])[graph]
     lines = {
         node.name: users_line(str(node.meta.get("stack_trace", "")))
         for node in step.module.graph.nodes

@@ -170,10 +170,10 @@ class UpdateStep:
     - means: if the graph keeps them, one (n,) for each bucket, this rank's slice; those in
       `lacking` are left out, and made.
     - scale: if the recipe scales the loss, 0-dim float32; streak: 0-dim int64, number of
-      consecutive updates since it last changed. If the norm is not finite, everything else keeps
-      its value; but an update that makes missing state returns its results unconditionally, and
-      the caller must discard them.
-    - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping.
+      consecutive updates since it last changed.
+    - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping. Unless it is
+      `usable`, everything but scale and streak keeps its value; but an update that makes missing
+      state returns its results unconditionally, and the caller must discard them.
 
     Args:
         plan: distribution of the package.
@@ -211,18 +211,41 @@ class UpdateStep:
     ) -> tuple[Tensor, ...]:
         results = self.in_turn(divisor, rates, rank, *flat)
         norm, *scaling = next(results)
-        outputs = list(results)
+        usable = self.usable(norm)
+        outputs = (
+            list(results)
+            if self._lacking
+            else [
+                [torch.where(usable, *pair) for pair in zip(new, old, strict=True)]
+                for new, old in zip(results, self._before(flat), strict=True)
+            ]
+        )
         counts = [len(part.state) for part in self.parts]
         new = [param for param, *_ in outputs]
         for output, count in zip(outputs, counts, strict=True):
             new += output[1 : 1 + count]
         for output, count in zip(outputs, counts, strict=True):
             new += output[1 + count :]
-        if scaling and not self._lacking:
-            finite = torch.isfinite(norm)  # the same on all ranks
-            old = [*flat[: len(self.parts)], *flat[2 * len(self.parts) : -len(scaling)]]
-            new = [torch.where(finite, *pair) for pair in zip(new, old, strict=True)]
         return (norm, *new, *scaling)
+
+    def usable(self, norm: Tensor) -> Tensor:
+        """Return True, as a 0-dim tensor, if an update whose gradient has this norm leaves the
+        weights finite. It is the same on all ranks.
+        """
+        # clipping by value makes infinities finite
+        if self._graph.clip_value is not None and self._recipe.loss_scale is None:
+            return ~torch.isnan(norm)
+        return torch.isfinite(norm)
+
+    def _before(self, flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield (param, *states[, mean]) of each bucket before the update, in the order of its
+        results.
+        """
+        count = len(self.parts)
+        states = iter(flat[2 * count :])
+        of_parts = [list(islice(states, len(part.state))) for part in self.parts]
+        for param, entries in zip(flat[:count], of_parts, strict=True):
+            yield [param, *entries, *islice(states, self.keeps_mean)]
 
     def in_turn(
         self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor

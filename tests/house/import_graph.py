@@ -65,6 +65,7 @@ LAYERS = [
     "launching.data",
     "launching.sinks",
     "launching.verification",
+    "launching.debugging",
     "launching.worker",
     "launching.ranks",
     "launching.cluster",

@@ -1,0 +1,127 @@
+"""Explain a step whose loss or gradient is not finite: by the operator that made the first such
+value, which all ranks find together, and by the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainload.core.errors import DivergedError, first_line
+from trainload.launching.data.run_data import RunData
+from trainload.launching.debugging.finding import Finding, first_of
+from trainload.launching.debugging.watch import Watch
+from trainload.launching.node.build import uncompiled_build
+from trainload.launching.node.built_graphs import Built
+from trainload.launching.node.process_groups import gathered
+from trainload.launching.worker.engine import Draw, Engine, NotFiniteError
+from trainload.launching.worker.not_finite import first_not_finite
+from trainload.packaging.package import Package
+from trainload.sharding.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A rank's part of a search.
+
+    Attributes:
+        package: package that is trained.
+        plan: plan of the run.
+        rank: this rank.
+        device: device of this rank.
+        data: the run's data.
+        source: its path or URL.
+        control: group of all ranks for messages; None if there is one rank.
+    """
+
+    package: Package
+    plan: Plan
+    rank: int
+    device: torch.device
+    data: RunData
+    source: str
+    control: dist.ProcessGroup | None
+
+    def build(self) -> Built:
+        """Return the interpreted build of this rank whose graphs know their source lines."""
+        return uncompiled_build(
+            self.package,
+            self.plan,
+            self.device,
+            self.plan.pipeline_index(self.rank),
+            evaluates=False,
+            sources=True,
+        )
+
+    def watch(self, engine: Engine) -> Watch:
+        """Return a search in the calls of an engine, whose rows are those of the data."""
+
+        def origin(rows: Sequence[int]) -> tuple[tuple[int, ...], str]:
+            called = engine.microbatch
+            assert called is not None, "a graph is called"
+            known = called.rows is not None
+            _, name = self.data.origin(called.part, called.rows, None, self.source)
+            return tuple(int(called.rows[row]) for row in rows) if known else (), name  # type: ignore[index]  # it is known
+
+        return Watch(self.plan, self.rank, origin=origin)
+
+    def finding(self, watch: Watch) -> Finding | None:
+        """Return the first bad value that the ranks have seen, the same on all.
+
+        All ranks must call it.
+        """
+        return first_of(enumerate(gathered(watch.sightings, self.control)))
+
+
+def explain_divergence(
+    error: NotFiniteError, search: Search, engine: Engine, draws: Sequence[Draw], step: int
+) -> tuple[DivergedError, Finding | None]:
+    """Return the error of a step for a user, and the first value that is not finite.
+
+    The turn that failed is computed again, interpreted. All ranks must call this; the results are
+    the same on all.
+
+    Args:
+        error: error of the engine.
+        search: this rank's part of the search.
+        engine: engine of the rank.
+        draws: batches of the step.
+        step: number of the step, from 0.
+    """
+    finding, reason = _find(search, engine)
+    several = len(search.package.recipe.graphs) > 1
+    of_data = next(
+        filter(None, gathered(first_not_finite(draws, search.data, search.source), search.control)),
+        "",
+    )
+    advice = "Lower the learning rate, clip the gradient, or inspect the data of this step."
+    explained = DivergedError(
+        f"the {error.quantity} is {error.value}",
+        where=f"step {step + 1}" + (f", graph {error.graph}" if several else ""),
+        expected="a finite number",
+        got=str(error.value),
+        hint=" ".join(
+            [
+                reason if finding is None else str(finding),
+                "The last checkpoint was written before this step.",
+                f"Check the data: {of_data}." if of_data else advice,
+            ]
+        ),
+    )
+    return explained, finding
+
+
+def _find(search: Search, engine: Engine) -> tuple[Finding | None, str]:
+    """Return the first value that is not finite, or a sentence that says why it is unknown."""
+    try:
+        watch = search.watch(engine)
+        engine.repeat_turn(watch.watched(search.build()))
+        finding = search.finding(watch)
+    except Exception as error:  # noqa: BLE001  # the step has failed already, which is reported
+        return None, f"The operator could not be found: {first_line(error)}"
+    if finding is None:
+        return None, "All values are finite when the step is computed again, interpreted."
+    return finding, ""
