@@ -80,7 +80,8 @@ def level_of(value: Tensor, above: float) -> Level:
     low, high = torch.stack(torch.aminmax(numbers)).tolist()
     if math.isnan(low) or math.isnan(high):
         return Level.NAN
-    return Level.LARGE if max(-low, high) > above or math.isinf(low + high) else Level.FINE
+    greatest = max(-low, high)
+    return Level.LARGE if greatest > above or math.isinf(greatest) else Level.FINE
 
 
 def is_bad(value: Tensor, above: float) -> Tensor:

@@ -4,6 +4,7 @@ value, which all ranks find together, and by the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from trainload.launching.debugging.watch import Watch
 from trainload.launching.node.build import uncompiled_build
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.process_groups import gathered
+from trainload.launching.worker.calls import Microbatch
 from trainload.launching.worker.engine import Draw, Engine, NotFiniteError
 from trainload.launching.worker.not_finite import first_not_finite
 from trainload.packaging.package import Package
@@ -56,17 +58,26 @@ class Search:
             sources=True,
         )
 
-    def watch(self, engine: Engine) -> Watch:
-        """Return a search in the calls of an engine, whose rows are those of the data."""
+    def rows_of(self, microbatch: Microbatch, rows: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """Return the numbers of rows of a microbatch in their dataset, and its name; () if they are
+        unknown.
+        """
+        known = microbatch.rows
+        _, name = self.data.origin(microbatch.part, known, None, self.source)
+        return () if known is None else tuple(int(known[row]) for row in rows), name
+
+    def watch(self, engine: Engine, *, above: float = math.inf, everywhere: bool = False) -> Watch:
+        """Return a search in the calls of an engine, whose rows are those of the data.
+
+        For the other arguments see `Watch`.
+        """
 
         def origin(rows: Sequence[int]) -> tuple[tuple[int, ...], str]:
             called = engine.microbatch
             assert called is not None, "a graph is called"
-            known = called.rows is not None
-            _, name = self.data.origin(called.part, called.rows, None, self.source)
-            return tuple(int(called.rows[row]) for row in rows) if known else (), name  # type: ignore[index]  # it is known
+            return self.rows_of(called, rows)
 
-        return Watch(self.plan, self.rank, origin=origin)
+        return Watch(self.plan, self.rank, above=above, everywhere=everywhere, origin=origin)
 
     def finding(self, watch: Watch) -> Finding | None:
         """Return the first bad value that the ranks have seen, the same on all.

@@ -75,8 +75,6 @@ class StepResult(GraphResult):
 class NotFiniteError(Exception):
     """The loss of a turn, or the norm of a gradient whose loss is not scaled, is not finite.
 
-    The turn has left parameters and optimizer state unchanged.
-
     Attributes:
         graph: name of the graph.
         quantity: "loss" or "gradient's norm".
@@ -96,7 +94,6 @@ class _Begun:
     call: TurnCall
     draw: Draw
     fed: dict[str, list[Tensor]]
-    rates: Sequence[float]
     buffers: dict[str, Tensor]
     scaling: list[Tensor]
 
@@ -118,6 +115,7 @@ class Engine:
 
     Attributes:
         held: state of this rank between steps.
+        built: callables of the plan for this device.
         calling: (graph of the package, microbatch) of each call of this rank in the current step or
             evaluation.
     """
@@ -135,7 +133,7 @@ class Engine:
         self._plan = plan
         self._rank = rank
         self._device = device
-        self._built = built
+        self.built = built
         self._recipe = package.recipe
         self._updates = package.updates()
         self._index = plan.pipeline_index(rank)
@@ -172,7 +170,8 @@ class Engine:
 
         Raises:
             NotFiniteError: the loss or the gradient of a turn is not finite, on every rank. The
-                round has ended with this turn; `repeat_turn` computes it again.
+                round has ended with this turn, which has changed neither parameters nor optimizer
+                state; `repeat_turn` computes it again.
         """
         fed: dict[str, list[Tensor]] = {}
         results: dict[str, GraphResult] = {}
@@ -190,12 +189,12 @@ class Engine:
             computed = graph_name(call.graph, Mode.COMPUTE, draw.variant)
             name = (
                 computed
-                if computed in self._built.forward
+                if computed in self.built.forward
                 else graph_name(call.graph, Mode.TRAIN, draw.variant)
             )
             self.calling += [(name, microbatch) for microbatch in draw.microbatches]
-            if name in self._built.forward:
-                graph = self._built.forward[name]
+            if name in self.built.forward:
+                graph = self.built.forward[name]
                 outputs = [
                     self._calls.call(graph, m, CallContext(call, i, fed))
                     for i, m in enumerate(draw.microbatches)
@@ -232,42 +231,41 @@ class Engine:
             raise NotFiniteError(graph, "gradient's norm", norm)
 
     def _begin(
-        self,
-        name: str,
-        call: TurnCall,
-        draw: Draw,
-        fed: Mapping[str, list[Tensor]],
-        rates: Sequence[float],
+        self, name: str, call: TurnCall, draw: Draw, fed: Mapping[str, list[Tensor]]
     ) -> _Begun:
+        # an update changes scales in place, and a recorded graph its buffers
         scaling = [value.clone() for value in self.held.scaling.get(call.graph, [])]
-        # a recorded graph writes its next buffers where it has read these
         buffers = {
-            buffer: value.clone() if self._built.is_recorded else value
+            buffer: value.clone() if self.built.is_recorded else value
             for buffer, value in self.held.buffers.items()
         }
-        return _Begun(name, call, draw, dict(fed), rates, buffers, scaling)
+        return _Begun(name, call, draw, dict(fed), buffers, scaling)
 
-    def repeat_turn(self, built: Built) -> None:
-        """Compute the turn again that raised NotFiniteError, by the callables of another build of
-        the plan. The state is the same afterwards, so this may be repeated.
+    @property
+    def begun_draw(self) -> Draw:
+        """Batch of the last turn."""
+        assert self._begun is not None, "a turn has begun"
+        return self._begun.draw
+
+    def repeat_turn(self, built: Built, draw: Draw | None = None) -> None:
+        """Compute forward and backward of the last turn again, by the callables of another build of
+        the plan, without an update. The state is the same afterwards.
+
+        Args:
+            built: the other build.
+            draw: a batch in place of the turn's.
         """
-        begun, own = self._begun, self._built
+        begun, own, held = self._begun, self.built, self.held
         assert begun is not None, "a turn has begun"
-
-        def restore() -> None:
-            self.held.buffers.update(begun.buffers)
-            for value, before in zip(
-                self.held.scaling.get(begun.call.graph, []), begun.scaling, strict=True
-            ):
-                value.copy_(before)
-
-        restore()
-        self._built = built
+        graph = begun.call.graph
+        buffers, scaling = held.buffers, held.scaling
+        held.buffers = dict(begun.buffers)
+        held.scaling = {**scaling, graph: begun.scaling} if graph in scaling else scaling
+        self.built = built
         try:
-            self._train(begun.name, begun.call, begun.draw, dict(begun.fed), begun.rates)
+            self._compute(begun.name, begun.call, draw or begun.draw, dict(begun.fed))
         finally:
-            self._built = own
-            restore()
+            self.built, held.buffers, held.scaling = own, buffers, scaling
 
     def _train(
         self,
@@ -281,12 +279,8 @@ class Engine:
         update.
         """
         names = self.metric_names(name)
-        self._begun = self._begin(name, call, draw, fed, rates)
-        totals, gradients = (
-            self._train_microbatches(name, call, draw, fed)
-            if self._pipeline is None
-            else self._train_pipeline(name, call, draw, len(names))
-        )
+        self._begun = self._begin(name, call, draw, fed)
+        totals, gradients = self._compute(name, call, draw, fed)
         scaling = self.held.scaling.get(call.graph, [])
         scale = [value.reshape(1).clone() for value in scaling[:1]]
         if self._has_own_weight(name) and not totals[-1].item():
@@ -310,6 +304,14 @@ class Engine:
         }
         return GraphResult(values[0] / weight, weight, metrics, gradient_norm, loss_scale)
 
+    def _compute(
+        self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run forward and backward of a turn; return the totals and the gradient of each bucket."""
+        if self._pipeline is None:
+            return self._train_microbatches(name, call, draw, fed)
+        return self._train_pipeline(name, call, draw)
+
     def _train_microbatches(
         self, name: str, call: TurnCall, draw: Draw, fed: dict[str, list[Tensor]]
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -319,7 +321,7 @@ class Engine:
         gradients: dict[str, Tensor] = {}
         outputs: list[dict[Role, list[Tensor]]] = []
         for number, microbatch in enumerate(draw.microbatches):
-            graph = self._built.train[name][self._phase(number)]
+            graph = self.built.train[name][self._phase(number)]
             outputs.append(
                 self._calls.call(graph, microbatch, CallContext(call, number, fed, gradients))
             )
@@ -328,15 +330,15 @@ class Engine:
         return sum(others, first), gradients
 
     def _train_pipeline(
-        self, name: str, call: TurnCall, draw: Draw, metrics: int
+        self, name: str, call: TurnCall, draw: Draw
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Do the same as `_train_microbatches` with the stages of a pipeline.
 
         The gradients are this rank's own.
         """
         assert self._pipeline is not None
-        totals, gradients = self._pipeline.train(self._built.stages[name], call, draw.microbatches)
-        return self._pipeline.shared(totals, metrics + 2), gradients
+        totals, gradients = self._pipeline.train(self.built.stages[name], call, draw.microbatches)
+        return self._pipeline.shared(totals, len(self.metric_names(name)) + 2), gradients
 
     def evaluate(self, microbatch: Microbatch, variant: str = "") -> dict[str, Tensor]:
         """Evaluate a microbatch with each graph that trains.
@@ -359,12 +361,12 @@ class Engine:
                 (evaluated if evaluated in self._package.manifest.graphs else computed, microbatch)
             )
             if self._pipeline is not None:
-                totals = self._pipeline.evaluate(self._built.stages[evaluated], turn, microbatch)
+                totals = self._pipeline.evaluate(self.built.stages[evaluated], turn, microbatch)
                 graph_totals[graph] = self._pipeline.shared(
                     totals, len(self.metric_names(graph_name(graph, Mode.TRAIN, variant))) + 2
                 )
                 continue
-            built = self._built.forward[evaluated if evaluated in self._built.forward else computed]
+            built = self.built.forward[evaluated if evaluated in self.built.forward else computed]
             results = self._calls.call(built, microbatch, CallContext(turn, 0, fed))
             _add_predictions(fed, graph, built, [results])
             if Role.TOTALS in results:
@@ -390,7 +392,7 @@ class Engine:
     @property
     def compiled(self) -> bool:
         """True if the graphs were compiled."""
-        return self._built.compiled
+        return self.built.compiled
 
     def metric_names(self, name: str) -> list[str]:
         """Return the names of the metrics of a training graph; in its totals they are between loss
@@ -458,12 +460,12 @@ class Engine:
                 )
                 norm = self._create_state(step, arguments, params, scaling)
             else:
-                self._on_call(self._built.update_names[name])
-                (norm,) = self._built.update[name](*arguments)
+                self._on_call(self.built.update_names[name])
+                (norm,) = self.built.update[name](*arguments)
             for part in parts:
                 stored = state.params[part.bucket.name]
                 gathered = self._gather_stored(part.bucket, self._updated_slice(part.bucket))
-                if self._built.is_recorded and gathered is not stored:
+                if self.built.is_recorded and gathered is not stored:
                     stored.copy_(gathered)  # where CUDA graphs read it
                 else:
                     state.params[part.bucket.name] = gathered

@@ -322,10 +322,18 @@ KEEPING: tuple[Mutation, ...] = (
     ),
     Mutation(
         7,
+        "an update is applied although the gradient is not finite",
+        "sharding/rewriting/rank_update.py",
+        "[torch.where(usable, *pair) for pair in zip(new, old, strict=True)]",
+        "[pair[0] for pair in zip(new, old, strict=True)]",
+        "../launch/debugging/test_unchanged_state.py::test_parameters_and_optimizer_state_stay",
+    ),
+    Mutation(
+        7,
         "a gradient that is no number is trained on",
-        "launch/worker/loop.py",
-        "            elif not self._can_train(graph, turn):\n",
-        "            elif False:\n",
+        "launch/worker/engine.py",
+        "        if result.loss_scale is None and not can_train:\n",
+        "        if False:\n",
         "../launch/worker/test_diverged.py::test_an_infinite_gradient_that_is_not_clipped_ends_the_run",
     ),
     Mutation(

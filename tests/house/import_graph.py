@@ -84,6 +84,7 @@ LAYERS = [
     "deploy",
     "cli.view",
     "cli.commands",
+    "cli.commands.observing",
     "cli",
     "__main__",
 ]

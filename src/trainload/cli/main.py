@@ -34,7 +34,6 @@ from trainload.cli.commands import (
     list_settings,
     packages,
     planning,
-    reporting,
     retrain,
     runs,
     show_graphs,
@@ -42,6 +41,7 @@ from trainload.cli.commands import (
     watching,
 )
 from trainload.cli.commands.execution import run_group
+from trainload.cli.commands.observing import debugging, reporting
 from trainload.cli.commands.overview import Overview
 from trainload.cli.commands.shared import LocalPath, json_option, new_package_option
 from trainload.cli.commands.shared import libraries as named_libraries
@@ -283,6 +283,7 @@ for _command in (
     watching.logs,
     watching.stop,
     watching.runs,
+    debugging.debug,
     reporting.report,
     reporting.dashboard,
     deploy.manifest,

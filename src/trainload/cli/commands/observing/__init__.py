@@ -1,0 +1,1 @@
+"""Commands that look into runs: reports, dashboards, bad values."""
