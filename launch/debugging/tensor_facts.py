@@ -84,7 +84,7 @@ def level_of(value: Tensor, above: float) -> Level:
     return Level.LARGE if greatest > above or math.isinf(greatest) else Level.FINE
 
 
-def is_bad(value: Tensor, above: float) -> Tensor:
+def bad_elements(value: Tensor, above: float) -> Tensor:
     """Return a boolean tensor of the shape of `real_numbers`: True where a value is not FINE."""
     numbers = real_numbers(value)
     assert numbers is not None, "its level is not FINE"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from trainload.core.errors import DivergedError, first_line
 from trainload.launching.data.run_data import RunData
-from trainload.launching.debugging.finding import Finding, first_of
-from trainload.launching.debugging.watch import Watch
+from trainload.launching.debugging.bad_value import Finding, first_of
+from trainload.launching.debugging.value_watch import Watch
 from trainload.launching.node.build import uncompiled_build
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.process_groups import gathered

@@ -41,8 +41,8 @@ from .exporting.export_graphs import Exported as Exported
 from .exporting.export_graphs import export as export
 from .freezing.freeze import freeze as freeze
 from .freezing.record import record as record
-from .launching.api.debug import Diagnosis as Diagnosis
-from .launching.api.debug import debug as debug
+from .launching.api.debug_step import Diagnosis as Diagnosis
+from .launching.api.debug_step import debug as debug
 from .launching.api.evaluate import EvaluationResult as EvaluationResult
 from .launching.api.evaluate import evaluate as evaluate
 from .launching.api.fill import fill as fill

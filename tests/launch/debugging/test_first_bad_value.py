@@ -30,7 +30,7 @@ from torch import nn
 
 import trainload
 from trainload.core.errors import DataError, RequestError
-from trainload.launching.debugging.finding import Finding
+from trainload.launching.debugging.bad_value import Finding
 from trainload.packaging.package import Package
 
 NOBODY = LAYERS

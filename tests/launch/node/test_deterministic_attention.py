@@ -83,9 +83,9 @@ def test_graphs_are_derived_without_attention_of_cudnn_if_they_must_be_determini
     enabled: list[bool] = []
     tracing = aot._trace_functional
 
-    def trace(*args: Any) -> GraphModule | None:
+    def trace(*args: Any, **options: Any) -> GraphModule | None:
         enabled.append(attention.cudnn_sdp_enabled())
-        return tracing(*args)
+        return tracing(*args, **options)
 
     monkeypatch.setattr(aot, "_trace_functional", trace)
     aot.derive(tiny.program(), "train", torch.device("cpu"), is_deterministic=wanted)

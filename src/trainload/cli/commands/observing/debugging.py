@@ -16,7 +16,7 @@ from trainload.cli.commands.shared import (
 from trainload.cli.view import tables as view
 
 if TYPE_CHECKING:
-    from trainload.launching.api.debug import Diagnosis
+    from trainload.launching.api.debug_step import Diagnosis
 
 _MOST_PARAMETERS = 5
 
@@ -43,7 +43,7 @@ def debug(
     the run failed, or its last one. A package is called with the rows of --data. Nothing is
     written.
     """
-    from trainload.launching.api.debug import debug as find
+    from trainload.launching.api.debug_step import debug as find
     from trainload.launching.run.working_copy import has_run
 
     if has_run(place):

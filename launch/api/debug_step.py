@@ -20,10 +20,10 @@ from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
-from trainload.launching.debugging.finding import Finding
+from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
 from trainload.launching.debugging.tensor_facts import Level, TensorFacts, facts_of, level_of
-from trainload.launching.debugging.watch import Watch
+from trainload.launching.debugging.value_watch import Watch
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic

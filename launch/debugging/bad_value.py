@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """What the operator does: "aten.log.default makes an infinity"."""
+        """Effect of the operator: "aten.log.default makes an infinity"."""
         found = self.sighting
         if found.part == "input":
             return f"{found.operator} has {_bad_counts(found.result)}"

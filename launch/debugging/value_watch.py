@@ -25,8 +25,8 @@ from trainload.launching.debugging.sighting import Sighting
 from trainload.launching.debugging.tensor_facts import (
     Level,
     TensorFacts,
+    bad_elements,
     facts_of,
-    is_bad,
     level_of,
     real_numbers,
 )
@@ -270,7 +270,7 @@ class _WatchedCall(Interpreter):
     def _rows_of(self, value: Tensor, spec: Tensor) -> tuple[int, ...]:
         if self._symbol is None or real_numbers(value) is None:
             return ()
-        bad, shape = is_bad(value, self._watch.above), list(spec.shape)
+        bad, shape = bad_elements(value, self._watch.above), list(spec.shape)
         if value.is_complex():
             bad = bad.any(-1)
         return tuple(rows_with(bad, shape, self._symbol, self._rows))
