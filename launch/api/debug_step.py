@@ -22,6 +22,7 @@ from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
 from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
+from trainload.launching.debugging.statistics import Statistics, StatisticsCollector
 from trainload.launching.debugging.tensor_facts import Level, TensorFacts, facts_of, level_of
 from trainload.launching.debugging.value_watch import Watch
 from trainload.launching.node.build_key import device_of
@@ -55,6 +56,7 @@ class Diagnosis:
         loss: loss of the step; None if the gradient was not finite.
         gradient_norm: norm of its gradient; None if the loss was not finite.
         finding: its first bad value; None if there is none.
+        statistics: statistics of the step by module, if they were requested.
         seconds: duration.
 
     Example:
@@ -68,6 +70,7 @@ class Diagnosis:
     loss: float | None
     gradient_norm: float | None
     finding: Finding | None
+    statistics: Statistics | None
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class Diagnosis:
             "loss": self.loss,
             "gradient_norm": self.gradient_norm,
             "finding": None if self.finding is None else self.finding.as_json(),
+            "statistics": None if self.statistics is None else self.statistics.as_json(),
             "seconds": round(self.seconds, 3),
         }
 
@@ -89,6 +93,7 @@ def debug(
     data: str | Path | None = None,
     step: int | None = None,
     above: float | None = None,
+    statistics: bool = False,
 ) -> Diagnosis:
     """Compute a step again, with one process and without compiled code, and find the first value
     that is not finite and reaches the loss, a gradient or a parameter.
@@ -103,6 +108,8 @@ def debug(
             one; the first step for a package. An earlier step whose loss or gradient is not finite
             ends the search.
         above: find the first value whose magnitude is above this number instead, wherever it leads.
+        statistics: True to collect statistics of the step by module. They need a copy of the
+            parameters.
 
     Raises:
         RequestError: the step does not exist, `above` is not a positive number, a package has no
@@ -121,12 +128,13 @@ def debug(
         device = torch.device("cpu")
         plan = make_plan(source, Cluster(), "single")
         opened = open_run_data(data, source, plan.rows_per_call, default_cache_dir() / "data")
-        replay = _Replay(source, plan, device, opened, str(data), limit)
-        replay.engine.held.load_package()
-        number = (step or 1) - 1
-        diagnosis = replace(replay.searched(number, number), began=0)
+        with deterministic(True):
+            replay = _Replay(source, plan, device, opened, str(data), limit, statistics)
+            replay.engine.held.load_package()
+            number = (step or 1) - 1
+            diagnosis = replace(replay.searched(number, number), began=0)
     else:
-        diagnosis = _debug_run(source, step, limit)
+        diagnosis = _debug_run(source, step, limit, statistics)
     return replace(diagnosis, seconds=time.perf_counter() - began)
 
 
@@ -147,7 +155,7 @@ def _check_arguments(
         )
 
 
-def _debug_run(run_dir: Where, step: int | None, above: float) -> Diagnosis:
+def _debug_run(run_dir: Where, step: int | None, above: float, statistics: bool) -> Diagnosis:
     with viewed(run_dir) as files:
         spec = read_spec(files.folder)
         wanted = _failed_step(stream_events(files.folder)) if step is None else step
@@ -163,7 +171,7 @@ def _debug_run(run_dir: Where, step: int | None, above: float) -> Diagnosis:
         cache = default_cache_dir() / "data"
         data = open_run_data(spec.data, package, plan.rows_per_call, cache)
         with deterministic(spec.deterministic):
-            replay = _Replay(package, plan, device_of(plan), data, spec.data, above)
+            replay = _Replay(package, plan, device_of(plan), data, spec.data, above, statistics)
             start = _load_before(spec, replay.engine, plan, wanted - 1)
             return replay.searched(wanted - 1, start)
 
@@ -222,8 +230,10 @@ class _Replay:
         data: RunData,
         source: str,
         above: float,
+        statistics: bool,
     ) -> None:
         self._package, self._plan, self._data, self._above = package, plan, data, above
+        self._collector = StatisticsCollector(plan) if statistics else None
         self._search = Search(package, plan, 0, device, data, source, None)
         self._built = self._search.build()
         self.engine = Engine(package, plan, 0, device, self._built)
@@ -250,9 +260,12 @@ class _Replay:
         raise AssertionError("the last step is searched")
 
     def _compute(self, step: int, draws: Sequence[Draw], *, searches: bool) -> Diagnosis | None:
-        watch = self._watch()
+        collector = self._collector if searches else None
+        watch = self._watch(collector)
         loss: float | None
         norm: float | None
+        if collector is not None:
+            collector.begin(self.engine.held.params)
         if searches:
             self.engine.built = watch.watched(self._built)
         try:
@@ -270,7 +283,11 @@ class _Replay:
                 return None
             loss, norm = result.loss, result.gradient_norm
             finding = self._search.finding(watch) or self._bad_parameters()
-        return Diagnosis(step + 1, 0, loss, norm, finding, 0.0)
+        statistics = None
+        if collector is not None:
+            known = norm if len(self._package.recipe.graphs) < 2 else None
+            statistics = collector.statistics(self.engine.held.params, known)
+        return Diagnosis(step + 1, 0, loss, norm, finding, statistics, 0.0)
 
     @contextmanager
     def _explaining(self, step: int) -> Iterator[None]:
@@ -288,9 +305,12 @@ class _Replay:
                 raise
             raise explained from error
 
-    def _watch(self) -> Watch:
+    def _watch(self, collector: StatisticsCollector | None = None) -> Watch:
         return self._search.watch(
-            self.engine, above=self._above, everywhere=math.isfinite(self._above)
+            self.engine,
+            above=self._above,
+            everywhere=math.isfinite(self._above),
+            statistics=collector,
         )
 
     def _bad_parameters(self) -> Finding | None:

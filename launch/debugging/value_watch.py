@@ -21,7 +21,9 @@ from trainload.autograd_trace.graphs import TANGENT, Port, Role
 from trainload.autograd_trace.recompute.host_copies import OFFLOAD, RELOAD
 from trainload.capture.operators import is_collective, is_view
 from trainload.launching.debugging.batch_rows import row_symbol, rows_with
+from trainload.launching.debugging.node_origins import line_of, module_of
 from trainload.launching.debugging.sighting import Sighting
+from trainload.launching.debugging.statistics import StatisticsCollector
 from trainload.launching.debugging.tensor_facts import (
     Level,
     TensorFacts,
@@ -31,7 +33,6 @@ from trainload.launching.debugging.tensor_facts import (
     real_numbers,
 )
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
-from trainload.packaging.format.source_map import users_line, users_path
 from trainload.sharding.analysis.graph_nodes import ends
 from trainload.sharding.plans.parameters_within import parameters_within
 from trainload.sharding.plans.plan import Plan
@@ -67,6 +68,7 @@ class Watch:
         above: magnitude above which a finite value is bad; infinity for none.
         everywhere: True to report the first bad value even if no result is bad.
         origin: rows of the batch of the current call -> their numbers in the data, and its name.
+        statistics: collector that gets every value too.
 
     Attributes:
         active: False to call graphs without a search.
@@ -81,8 +83,9 @@ class Watch:
         above: float = math.inf,
         everywhere: bool = False,
         origin: Origin = lambda rows: (tuple(rows), "the batch"),
+        statistics: StatisticsCollector | None = None,
     ) -> None:
-        self.origin = origin
+        self.origin, self.statistics = origin, statistics
         self.plan, self.rank, self.above, self.everywhere = plan, rank, above, everywhere
         self.active = True
         self.sightings: list[Sighting] = []
@@ -140,6 +143,8 @@ class _WatchedCall(Interpreter):
             if (port := self._ports.get(n)) is not None and port.role is Role.BATCH and value.ndim:
                 self._rows = value.shape[0]
             self._look(n, value)
+            if self._watch.statistics is not None:
+                self._watch.statistics.see(n, value)
         return value
 
     def sighting(self) -> Sighting | None:
@@ -191,6 +196,8 @@ class _WatchedCall(Interpreter):
         _, nodes = ends(self._module)
         results = zip(self._graph.outputs, nodes, values, strict=True)
         for port, node, value in results:
+            if port.role is Role.BUCKET_GRADIENT and self._watch.statistics is not None:
+                self._watch.statistics.see_gradient(port.name, value)
             if port.role not in _RESULTS or node not in self._causes:
                 continue
             if port.role is Role.TOTALS and level_of(value[:1], self._watch.above) is Level.FINE:
@@ -247,8 +254,8 @@ class _WatchedCall(Interpreter):
             call=0,
             position=self._positions[node],
             operator=f"{port.role.value} {port.name}" if port is not None else str(node.target),
-            module=_first(node, _module_of),
-            line=_first(node, _line_of),
+            module=module_of(node),
+            line=line_of(node),
             part=part,
             level=level,
             result=facts_of(shown, "result"),
@@ -299,32 +306,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _is_pending(node: Node) -> bool:
     """Return True if a node begins what a later one waits for, so its value must not be read."""
     return (is_collective(node) and node.target is not _WAIT) or node.target in (OFFLOAD, RELOAD)
-
-
-def _first(node: Node, of: Callable[[Node], str | None]) -> str:
-    """Return what is known of a node, or else of the nearest node that it was computed from; "" if
-    nothing is known.
-    """
-    seen, pending = {node}, [node]
-    while pending:
-        each = pending.pop(0)
-        if (found := of(each)) is not None:
-            return found
-        fresh = [source for source in each.all_input_nodes if source not in seen]
-        seen.update(fresh)
-        pending += fresh
-    return ""
-
-
-def _module_of(node: Node) -> str | None:
-    if not node.meta.get("stack_trace"):
-        return None
-    paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return users_path(paths[-1]) if paths else ""
-
-
-def _line_of(node: Node) -> str | None:
-    return users_line(str(node.meta.get("stack_trace") or "")) or None
 
 
 def _keeps_numbers(node: Node) -> bool:

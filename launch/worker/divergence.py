@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainload.core.errors import DivergedError, first_line
 from trainload.launching.data.run_data import RunData
 from trainload.launching.debugging.bad_value import Finding, first_of
+from trainload.launching.debugging.statistics import StatisticsCollector
 from trainload.launching.debugging.value_watch import Watch
 from trainload.launching.node.build import uncompiled_build
 from trainload.launching.node.built_graphs import Built
@@ -66,7 +67,14 @@ class Search:
         _, name = self.data.origin(microbatch.part, known, None, self.source)
         return () if known is None else tuple(int(known[row]) for row in rows), name
 
-    def watch(self, engine: Engine, *, above: float = math.inf, everywhere: bool = False) -> Watch:
+    def watch(
+        self,
+        engine: Engine,
+        *,
+        above: float = math.inf,
+        everywhere: bool = False,
+        statistics: StatisticsCollector | None = None,
+    ) -> Watch:
         """Return a search in the calls of an engine, whose rows are those of the data.
 
         For the other arguments see `Watch`.
@@ -77,7 +85,14 @@ class Search:
             assert called is not None, "a graph is called"
             return self.rows_of(called, rows)
 
-        return Watch(self.plan, self.rank, above=above, everywhere=everywhere, origin=origin)
+        return Watch(
+            self.plan,
+            self.rank,
+            above=above,
+            everywhere=everywhere,
+            origin=origin,
+            statistics=statistics,
+        )
 
     def finding(self, watch: Watch) -> Finding | None:
         """Return the first bad value that the ranks have seen, the same on all.

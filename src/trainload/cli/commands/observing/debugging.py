@@ -14,9 +14,11 @@ from trainload.cli.commands.shared import (
     print_json,
 )
 from trainload.cli.view import tables as view
+from trainload.cli.view.column_table import Columns
 
 if TYPE_CHECKING:
     from trainload.launching.api.debug_step import Diagnosis
+    from trainload.launching.debugging.statistics import Statistics
 
 _MOST_PARAMETERS = 5
 
@@ -31,9 +33,15 @@ _MOST_PARAMETERS = 5
     metavar="X",
     help="Find the first value of this magnitude instead.",
 )
+@click.option("--statistics", is_flag=True, help="Show activations and updates by module.")
 @json_option
 def debug(
-    place: str, step: int | None, data: str | None, above: float | None, as_json: bool
+    place: str,
+    step: int | None,
+    data: str | None,
+    above: float | None,
+    statistics: bool,
+    as_json: bool,
 ) -> None:
     """Find the first value of a step that is not finite.
 
@@ -47,13 +55,54 @@ def debug(
     from trainload.launching.run.working_copy import has_run
 
     if has_run(place):
-        diagnosis = find(place, data=data, step=step, above=above)
+        diagnosis = find(place, data=data, step=step, above=above, statistics=statistics)
     else:
-        diagnosis = find(open_to_run(place), data=data, step=step, above=above)
+        package = open_to_run(place)
+        diagnosis = find(package, data=data, step=step, above=above, statistics=statistics)
     if as_json:
         print_json(diagnosis.as_json())
         return
     out().print(view.table(_lines(diagnosis)))
+    if diagnosis.statistics is not None:
+        out().print(_activations(diagnosis.statistics))
+        out().print(_parameters(diagnosis.statistics))
+
+
+def _activations(statistics: Statistics) -> Columns:
+    numbers = ("rms", "greatest", "zeros", "dead", "saturated")
+    table = Columns(("module", *numbers, "note"), title="activations", right=numbers)
+    for each in statistics.activations:
+        table.add(
+            " ".join(filter(None, (each.module or "the model", each.operator))),
+            f"{each.rms:.3g}",
+            f"{each.greatest:.3g}",
+            _percent(each.zeros),
+            _percent(each.dead),
+            "" if each.saturated is None else _percent(each.saturated),
+            each.note,
+            style="yellow" if each.note else "",
+        )
+    return table
+
+
+def _parameters(statistics: Statistics) -> Columns:
+    numbers = ("norm", "gradient", "update", "ratio")
+    table = Columns(("parameter", *numbers, "note"), title="parameters", right=numbers)
+    for each in statistics.parameters:
+        table.add(
+            each.parameter,
+            f"{each.norm:.3g}",
+            "" if each.gradient is None else f"{each.gradient:.3g}",
+            f"{each.update:.3g}",
+            "" if each.ratio is None else f"{each.ratio:.2g}",
+            each.note,
+            style="yellow" if each.note else "",
+        )
+    return table
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f}%" if fraction else ""
 
 
 def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:

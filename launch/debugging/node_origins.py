@@ -1,0 +1,57 @@
+"""The user's module and line that a node of a graph comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import Node
+
+from trainload.packaging.format.source_map import users_line, users_path
+
+
+def module_of(node: Node) -> str:
+    """Return the path of the user's module whose code called an operator; "" for the model itself,
+    the loss, or if it is unknown.
+
+    A node that no line of the user made, such as the sum of two gradients, has that of the nearest
+    node that it is computed from.
+    """
+    return _nearest(node, _own_module)
+
+
+def line_of(node: Node) -> str:
+    """Return the line of the user's code, as "model.py:12: y = x.log()", likewise; "" if it is
+    unknown.
+    """
+    return _nearest(node, _own_line)
+
+
+def modules_around(node: Node) -> list[str]:
+    """Return the paths of the user's modules in whose calls a node is, outermost first, without the
+    model itself.
+    """
+    paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return [path for path in map(users_path, paths) if path]
+
+
+def _own_module(node: Node) -> str | None:
+    if not node.meta.get("stack_trace"):
+        return None
+    paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return users_path(paths[-1]) if paths else ""
+
+
+def _own_line(node: Node) -> str | None:
+    return users_line(str(node.meta.get("stack_trace") or "")) or None
+
+
+def _nearest(node: Node, of: Callable[[Node], str | None]) -> str:
+    seen, pending = {node}, [node]
+    while pending:
+        each = pending.pop(0)
+        if (known := of(each)) is not None:
+            return known
+        fresh = [source for source in each.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return ""
