@@ -47,13 +47,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def statistics_of(folder: Path, data: Path, model: nn.Module, rate: float = RATE) -> Statistics:
-    package = freeze(
-        folder,
-        model,
-        loss,
-        plain_batch(),
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), rate),
-    )
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), rate)
+
+    package = freeze(folder, model, loss, plain_batch(), optimizer=sgd)
     statistics = trainload.debug(package, data=data, statistics=True).statistics
     assert statistics is not None
     return statistics
