@@ -17,10 +17,13 @@ from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 
 if TYPE_CHECKING:
+    from trainload.launching.api.compare_steps import RunComparison
     from trainload.launching.api.debug_step import Diagnosis
     from trainload.launching.debugging.statistics import Statistics
 
 _MOST_PARAMETERS = 5
+_ALONE = 0.99
+"""Part of a parameter's difference from which one element is said to differ alone."""
 
 
 @click.command(short_help="Find a step's first NaN.")
@@ -34,6 +37,7 @@ _MOST_PARAMETERS = 5
     help="Find the first value of this magnitude instead.",
 )
 @click.option("--statistics", is_flag=True, help="Show activations and updates by module.")
+@click.option("--compare", is_flag=True, help="Find where a run departs from its steps.")
 @json_option
 def debug(
     place: str,
@@ -41,6 +45,7 @@ def debug(
     data: str | None,
     above: float | None,
     statistics: bool,
+    compare: bool,
     as_json: bool,
 ) -> None:
     """Find the first value of a step that is not finite.
@@ -48,9 +53,15 @@ def debug(
     Shows its operator, its line and module in the model's source, what it was computed from, the
     rows that cause it and the parameters that it reaches. A run's step is computed again from the
     checkpoint before it, in one process and without compiled code: by default the step at which
-    the run failed, or its last one. A package is called with the rows of --data. Nothing is
-    written.
+    the run failed, or its last one. A package is called with the rows of --data. With --compare,
+    the steps of a run from --step on (default: 1) are computed again, and their losses and
+    checkpoints compared with the run's. Nothing is written.
     """
+    if compare:
+        if data is not None or above is not None or statistics:
+            raise click.UsageError("--compare can only be combined with --step.")
+        _compare(place, step or 1, as_json)
+        return
     from trainload.launching.api.debug_step import debug as find
     from trainload.launching.run.working_copy import has_run
 
@@ -66,6 +77,49 @@ def debug(
     if diagnosis.statistics is not None:
         out().print(_activations(diagnosis.statistics))
         out().print(_parameters(diagnosis.statistics))
+
+
+def _compare(place: str, step: int, as_json: bool) -> None:
+    from trainload.launching.api.compare_steps import compare_run
+
+    comparison = compare_run(place, step=step)
+    if as_json:
+        print_json(comparison.as_json())
+        return
+    departure = comparison.departure
+    lines = [
+        ("compared", f"{comparison.steps} steps, from step {comparison.began + 1} on"),
+        ("rounding", f"losses differ by up to {comparison.greatest:.1e}"),
+    ]
+    if departure is None and comparison.checkpoint is None:
+        lines.append(("found", "nothing: the run equals its steps"))
+    if departure is not None:
+        lines += [
+            ("found", f"the run departs at step {departure.step}"),
+            ("its loss", f"{departure.recorded:.8g}"),
+            ("computed again", f"{departure.computed:.8g}"),
+        ]
+    out().print(view.table(lines))
+    if comparison.parameters:
+        out().print(_differences(comparison))
+
+
+def _differences(comparison: RunComparison) -> Columns:
+    numbers = ("difference", "recorded", "computed")
+    title = f"parameters of the checkpoint of step {comparison.checkpoint}"
+    table = Columns(
+        ("parameter", "difference", "element", "recorded", "computed"), title=title, right=numbers
+    )
+    for each in comparison.parameters[:_MOST_PARAMETERS]:
+        alone = " alone" if each.share > _ALONE else ""
+        table.add(
+            each.parameter,
+            f"{each.relative:.2g}",
+            f"{list(each.element)}{alone}",
+            f"{each.recorded:.6g}",
+            f"{each.computed:.6g}",
+        )
+    return table
 
 
 def _activations(statistics: Statistics) -> Columns:
