@@ -16,7 +16,7 @@ from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
-BUILD_VERSION = 23
+BUILD_VERSION = 24
 """Part of every build's job.
 
 Increase it when the graphs made from the same package and plan, or their compilation, change.
