@@ -117,12 +117,14 @@ def explain_divergence(
         draws: batches of the step.
         step: number of the step, from 0.
     """
-    finding, reason = _find(search, engine)
     several = len(search.package.recipe.graphs) > 1
     of_data = next(
         filter(None, gathered(first_not_finite(draws, search.data, search.source), search.control)),
         "",
     )
+    # Last, since no message between ranks may follow: a rank whose search fails ends, and thereby the
+    # searches of the others, which wait for it.
+    finding, reason = _find(search, engine)
     advice = "Lower the learning rate, clip the gradient, or inspect the data of this step."
     explained = DivergedError(
         f"the {error.quantity} is {error.value}",
