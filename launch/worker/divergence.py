@@ -122,8 +122,8 @@ def explain_divergence(
         filter(None, gathered(first_not_finite(draws, search.data, search.source), search.control)),
         "",
     )
-    # Last, since no message between ranks may follow: a rank whose search fails ends, and thereby the
-    # searches of the others, which wait for it.
+    # Last, since no message between ranks may follow: a rank whose search fails ends, and thereby
+    # the searches of the others, which wait for it.
     finding, reason = _find(search, engine)
     advice = "Lower the learning rate, clip the gradient, or inspect the data of this step."
     explained = DivergedError(

@@ -25,6 +25,7 @@ import trainload
 from trainload.core.errors import DivergedError, RequestError
 from trainload.launching.data.sampler import rows
 from trainload.launching.run.journal import read_events
+from trainload.launching.worker import divergence
 from trainload.packaging.package import Package
 
 FAILING = 3
@@ -88,6 +89,23 @@ def test_the_journal_has_the_finding(run: Path, bad_row: int) -> None:
     (finding,) = [event.data for event in read_events(run) if event.kind == "finding"]
     assert (finding["step"], finding["module"]) == (FAILING - 1, "layers.2")
     assert list(finding["rows"]) == [bad_row]
+
+
+def test_a_search_that_fails_does_not_hide_the_loss(
+    package: Package, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(divergence, "uncompiled_build", no_memory)
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    expected = (
+        rf"step {FAILING}: the loss is nan .* The operator could not be found: not enough memory"
+    )
+    with pytest.raises(DivergedError, match=expected):
+        trainload.launch(
+            package, plan, data, run_dir=tmp_path / "run", compile=False, backend="local"
+        )
 
 
 def test_the_step_is_computed_again_from_the_checkpoint_before_it(run: Path, bad_row: int) -> None:
