@@ -65,7 +65,7 @@ class Search:
         """
         known = microbatch.rows
         _, name = self.data.origin(microbatch.part, known, None, self.source)
-        return () if known is None else tuple(int(known[row]) for row in rows), name
+        return () if known is None else tuple(sorted(int(known[row]) for row in rows)), name
 
     def watch(
         self,
