@@ -87,6 +87,11 @@ class RunComparison:
             if there is none.
         parameters: its parameters that differ, the most different first.
         seconds: duration.
+
+    Example:
+        comparison = trainload.compare_run("runs/x")
+        if comparison.departure is not None:
+            print(comparison.departure.step, comparison.parameters[:3])
     """
 
     began: int
