@@ -89,7 +89,7 @@ class RunComparison:
         seconds: duration.
 
     Example:
-        comparison = trainload.compare_run("runs/x")
+        comparison = trainload.compare_run("runs/first")
         if comparison.departure is not None:
             print(comparison.departure.step, comparison.parameters[:3])
     """
@@ -127,7 +127,7 @@ def compare_run(run_dir: Where, *, step: int = 1, steps: int | None = None) -> R
         TrainloadError: an error of the run, the package, the data or the checkpoints.
 
     Example:
-        comparison = trainload.compare_run("runs/x", step=1000)
+        comparison = trainload.compare_run("runs/first", step=2)
         print(comparison.departure)
     """
     began = time.perf_counter()

@@ -44,7 +44,7 @@ class Diagnosis:
         seconds: duration.
 
     Example:
-        found = trainload.debug("runs/x").finding
+        found = trainload.debug("runs/first").finding
         if found is not None:
             print(found.what, found.where)
     """
@@ -101,7 +101,7 @@ def debug(
         TrainloadError: an error of the run, the package, the data or the checkpoints.
 
     Example:
-        diagnosis = trainload.debug("runs/x", step=74)
+        diagnosis = trainload.debug("runs/first", step=2)
         print(diagnosis.finding)
     """
     began = time.perf_counter()

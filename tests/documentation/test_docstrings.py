@@ -38,19 +38,27 @@ class Model(Gpt):
 model = Model()
 loader = [{"tokens": torch.randint(0, 12, (rows, 5), dtype=torch.uint8)} for rows in (4, 4, 6)]
 """
+RUN = """
+plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=4)
+trainload.launch(package, plan, "train.parquet", run_dir="runs/first", steps=2, backend="local")
+"""
 SECOND = 'trainload.freeze(dataclasses.replace(gpt, seed=1), "second.tl")\n'
 RELEASES = """
 trainload.push("gpt.tl", "models/gpt", line="main", message="first")
 """
 BEFORE = {
+    "Diagnosis": RUN,
     "EvaluationResult": ON_WORKERS,
     "Graph": """
 def generator_loss(model, batch):
     return model(batch["noise"]).square().mean()
 generator_optimizer = optimizer
 """,
+    "RunComparison": RUN,
     "RunResult": ON_WORKERS,
     "Store": RELEASES,
+    "compare_run": RUN,
+    "debug": RUN,
     "dry_run": ON_WORKERS,
     "diff": 'shutil.copytree("gpt.tl", "gpt-retrained.tl")',
     "evaluate": ON_WORKERS,
