@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from trainload.packaging.format.source_map import users_line, users_path
+from trainload.packaging.format.source_map import modules_of, users_line
 
 
 def module_of(node: Node) -> str:
@@ -26,19 +26,11 @@ def line_of(node: Node) -> str:
     return _nearest(node, _own_line)
 
 
-def modules_around(node: Node) -> list[str]:
-    """Return the paths of the user's modules in whose calls a node is, outermost first, without the
-    model itself.
-    """
-    paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return [path for path in map(users_path, paths) if path]
-
-
 def _own_module(node: Node) -> str | None:
     if not node.meta.get("stack_trace"):
         return None
-    paths = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return users_path(paths[-1]) if paths else ""
+    modules = modules_of(node)
+    return modules[-1] if modules else ""
 
 
 def _own_line(node: Node) -> str | None:

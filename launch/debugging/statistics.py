@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch.fx import Graph, Node
 
 from trainload.autograd_trace.graphs import TANGENT
 from trainload.capture.operators import is_overload
-from trainload.launching.debugging.node_origins import line_of, module_of, modules_around
+from trainload.launching.debugging.node_origins import line_of, module_of
+from trainload.packaging.format.source_map import modules_of
 from trainload.sharding.plans.parameters_within import parameters_within
 from trainload.sharding.plans.plan import Plan
 
@@ -120,8 +122,12 @@ class Statistics:
         }
 
 
-_Forward = tuple[frozenset[Node], Mapping[Node, Sequence[str]]]
-"""The nodes of a graph's forward, and the modules whose last operator a node is."""
+class _Key(NamedTuple):
+    """A module's result (`operator` is ""), or the n-th call of an activation function in it."""
+
+    module: str
+    operator: str = ""
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -144,10 +150,10 @@ class StatisticsCollector:
     """
 
     plan: Plan
-    _sums: dict[tuple[str, str], _Sums] = field(default_factory=dict)
+    _sums: dict[_Key, _Sums] = field(default_factory=dict)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
     _before: dict[str, Tensor] = field(default_factory=dict)
-    _graphs: dict[Graph, _Forward] = field(default_factory=dict)
+    _graphs: dict[Graph, Mapping[Node, Sequence[_Key]]] = field(default_factory=dict)
 
     def begin(self, params: Mapping[str, Tensor]) -> None:
         """Store the parameters before the step: bucket -> flat tensor."""
@@ -158,18 +164,15 @@ class StatisticsCollector:
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return
         if node.graph not in self._graphs:
-            self._graphs[node.graph] = _forward_of(node.graph)
-        forward, results = self._graphs[node.graph]
-        for module in results.get(node, ()):
-            self._add((module, ""), node, value, None)
-        if (packet := _function_of(node)) is not None and node in forward:
-            self._add((module_of(node), str(packet).removeprefix("aten.")), node, value, packet)
+            self._graphs[node.graph] = _observed(node.graph)
+        for key in self._graphs[node.graph].get(node, ()):
+            self._add(key, node, value)
 
     def see_gradient(self, bucket: str, value: Tensor) -> None:
         """Take the gradient of a bucket. The last one, of the last microbatch, is the step's."""
         self._gradients[bucket] = value
 
-    def _add(self, key: tuple[str, str], node: Node, value: Tensor, packet: Any) -> None:
+    def _add(self, key: _Key, node: Node, value: Tensor) -> None:
         sums = self._sums.setdefault(key, _Sums(line_of(node)))
         value = value.detach().float()
         sums.count += value.numel()
@@ -180,7 +183,8 @@ class StatisticsCollector:
         alive = (units != 0).any(0)
         is_same = sums.alive is not None and sums.alive.shape == alive.shape
         sums.alive = alive | sums.alive if is_same and sums.alive is not None else alive
-        if packet in _SATURATED:
+        packet = _function_of(node)
+        if key.operator and packet in _SATURATED:
             low = _SATURATED[packet]
             near = _NEAR * (1 - low)
             saturated = int(((value <= low + near) | (value >= 1 - near)).sum())
@@ -194,10 +198,7 @@ class StatisticsCollector:
             gradient_norm: norm of the whole gradient, before clipping; None if it is unknown.
         """
         return Statistics(
-            tuple(
-                _activation(module, operator, sums)
-                for (module, operator), sums in self._sums.items()
-            ),
+            tuple(_activation(key, sums) for key, sums in self._sums.items()),
             tuple(self._parameters(params, gradient_norm)),
         )
 
@@ -222,11 +223,11 @@ class StatisticsCollector:
                 )
 
 
-def _activation(module: str, operator: str, sums: _Sums) -> ActivationStatistics:
+def _activation(key: _Key, sums: _Sums) -> ActivationStatistics:
     alive = 1.0 if sums.alive is None else sums.alive.float().mean().item()
     return ActivationStatistics(
-        module,
-        operator,
+        key.module,
+        key.operator,
         sums.line,
         math.sqrt(sums.squares / sums.count),
         sums.greatest,
@@ -248,14 +249,20 @@ def _function_of(node: Node) -> Any:
     return packet if packet in _ZEROS or packet in _SATURATED else None
 
 
-def _forward_of(graph: Graph) -> _Forward:
+def _observed(graph: Graph) -> Mapping[Node, Sequence[_Key]]:
+    """Return the nodes of a graph's forward that statistics are about, and what they are."""
     nodes = list(graph.nodes)
     end = next((at for at, node in enumerate(nodes) if node.name == TANGENT), len(nodes))
     last: dict[str, Node] = {}
+    observed: dict[Node, list[_Key]] = {}
+    counts: Counter[_Key] = Counter()
     for node in nodes[:end]:
         if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point():
-            last |= dict.fromkeys(modules_around(node), node)
-    results: dict[Node, list[str]] = {}
+            last |= dict.fromkeys(filter(None, modules_of(node)), node)
+        if (packet := _function_of(node)) is not None:
+            key = _Key(module_of(node), str(packet).removeprefix("aten."))
+            observed.setdefault(node, []).append(key._replace(number=counts[key]))
+            counts[key] += 1
     for path, node in last.items():
-        results.setdefault(node, []).append(path)
-    return frozenset(nodes[:end]), results
+        observed.setdefault(node, []).insert(0, _Key(path))
+    return observed

@@ -64,6 +64,14 @@ def users_path(path: str) -> str:
     return "" if path == "model" else path.removeprefix("model.")
 
 
+def modules_of(node: Node) -> list[str]:
+    """Return the paths of the user's modules in whose calls a node is, outermost first; "" is the
+    model itself, or the loss.
+    """
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [users_path(str(path)) for path, _ in stack]
+
+
 def make_source_map(
     notes: Mapping[str, Mapping[str, Mapping[str, str]]], recorded_digests: Mapping[str, str | None]
 ) -> dict[str, Any]:

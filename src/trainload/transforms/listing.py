@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from trainload.autograd_trace.derivation.decompose import spelled
 from trainload.core.errors import PackageError
-from trainload.packaging.format.source_map import SourceMap, named_nodes, users_path
+from trainload.packaging.format.source_map import SourceMap, modules_of, named_nodes
 from trainload.packaging.package import Package
 
 
@@ -68,15 +68,12 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
 
 def _modules(node: Node) -> set[str]:
     """Return the module of a node and those that contain it; "" is always one of them."""
-    return {
-        "",
-        *(users_path(str(path)) for path, _ in (node.meta.get("nn_module_stack") or {}).values()),
-    }
+    return {"", *modules_of(node)}
 
 
 def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
     place = sources.place(graph, name)
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    modules = modules_of(node)
     is_unchanged = place is not None and place.unchanged
     return Line(
         node=name,
@@ -84,7 +81,7 @@ def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
             f"{'    ' * (name.count('/') // 2)}{node.name}{_shape(node)} ="
             f" {spelled(node.target)}({', '.join(_arguments(node))})"
         ),
-        module=users_path(str(stack[-1][0])) if stack else "",
+        module=modules[-1] if modules else "",
         file=place.file if place is not None and is_unchanged else None,
         line=place.line if place is not None and is_unchanged else None,
         source=place.text if place is not None else "",

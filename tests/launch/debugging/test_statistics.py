@@ -110,6 +110,30 @@ def test_dead_units_are_noted(tmp_path: Path, data: Path) -> None:
     assert of_function(statistics, "relu").note == "100 % of its units are dead"
 
 
+class TwoCalls(nn.Module):
+    """A model that calls one activation function twice; x (rows, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.out = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(torch.relu(self.first(x)) + torch.relu(self.second(x)))
+        return result
+
+
+def test_a_dead_call_is_not_hidden_by_another_call_in_the_module(
+    tmp_path: Path, data: Path
+) -> None:
+    torch.manual_seed(0)
+    model = TwoCalls()
+    nn.init.constant_(model.second.bias, -100)
+    statistics = statistics_of(tmp_path, data, model)
+    notes = [each.note for each in statistics.activations if each.operator == "relu"]
+    assert notes == ["", "100 % of its units are dead"]
+
+
 def test_saturated_values_are_noted(tmp_path: Path, data: Path) -> None:
     model = gated()
     nn.init.constant_(model.squashed.bias, 100)
