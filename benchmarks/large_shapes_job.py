@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-
-import torch
 
 import trainload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from llama8b import REDUCED, Shapes, full, transformers_llama
-from torch.nn import functional
+from llama8b import REDUCED, Shapes, full, plain_job
 
-ROWS = 4
+_job = partial(plain_job, rows=4, global_batch=512)
 
 
 def llama_8b() -> trainload.Job:
@@ -35,18 +33,3 @@ def llama_405b() -> trainload.Job:
 def reduced() -> trainload.Job:
     """Return the same job with the widths of a small model and three layers."""
     return _job(REDUCED)
-
-
-def _job(shapes: Shapes) -> trainload.Job:
-    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(batch["tokens"]).logits
-        return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-
-    tokens = torch.zeros(ROWS, shapes.length, dtype=torch.long)
-    return trainload.Job(
-        model=transformers_llama(shapes),
-        batch={"tokens": tokens, "targets": tokens.clone()},
-        loss=loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
-        global_batch=512,
-    )

@@ -122,6 +122,24 @@ class Plain(nn.Module):
         return found
 
 
+def plain_job(shapes: Shapes, *, rows: int, global_batch: int) -> trainload.Job:
+    """Return a job of the model of transformers in float32 with AdamW."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["tokens"]).logits
+        return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+    names = ("tokens", "targets")
+    batch = {name: torch.randint(0, shapes.vocabulary, (rows, shapes.length)) for name in names}
+    return trainload.Job(
+        model=transformers_llama(shapes),
+        batch=batch,
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+        global_batch=global_batch,
+    )
+
+
 def freeze(
     path: Path,
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from trainload.capture.job.ambient import neutrally
-from trainload.core.errors import RequestError
 from trainload.core.storage.places import Where
-from trainload.launching.api.replay import Replay
+from trainload.launching.api.replay import Replay, check_step
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint
@@ -134,13 +133,7 @@ def compare_run(run_dir: Where, *, step: int = 1, steps: int | None = None) -> R
     with viewed(run_dir) as files:
         spec = read_spec(files.folder)
         losses = _recorded_losses(stream_events(files.folder))
-        if not 1 <= step <= max(losses, default=-1) + 1:
-            raise RequestError(
-                "the run has made no such step",
-                where="step",
-                expected=f"1 to {max(losses, default=-1) + 1}",
-                got=str(step),
-            )
+        check_step(step, max(losses, default=-1) + 1, "the run has made no such step")
         with deterministic(spec.deterministic):
             return _Comparison(spec, losses, began).run(step - 1, steps)
 
@@ -200,7 +193,9 @@ class _Comparison:
             computed = self._replay.engine.held.params[bucket.name].cpu()
             shapes = {slot.parameter: slot.shape for slot in bucket.slots}
             for name, low, high in parameters_within(plan, 0, bucket, len(recorded)):
-                differences += _compared(name, shapes[name], recorded[low:high], computed[low:high])
+                difference = _compared(name, shapes[name], recorded[low:high], computed[low:high])
+                if difference is not None:
+                    differences.append(difference)
         return sorted(differences, key=lambda each: -each.relative)
 
 
@@ -213,17 +208,18 @@ def _difference(number: int, recorded: float, computed: float) -> StepDifference
 
 def _compared(
     name: str, shape: tuple[int, ...], recorded: Tensor, computed: Tensor
-) -> Iterator[ParameterDifference]:
+) -> ParameterDifference | None:
+    """Return the difference of a parameter; None if it is too small to be listed."""
     recorded, computed = recorded.double(), computed.double()
     apart = (recorded - computed).nan_to_num(math.inf, math.inf, math.inf)
     norm = computed.norm().item()
     relative = apart.norm().item() / norm if norm else 0.0
     if not relative > _PARAMETERS:
-        return
+        return None
     place = int(apart.abs().argmax())
     squares = apart.square().sum().item()
     share = apart[place].item() ** 2 / squares if math.isfinite(squares) else 1.0
-    yield ParameterDifference(
+    return ParameterDifference(
         name,
         relative,
         tuple(int(each) for each in torch.unravel_index(torch.tensor(place), shape)),

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import RequestError
 from trainload.core.storage.places import Where
-from trainload.launching.api.replay import Replay
+from trainload.launching.api.replay import Replay, check_step
 from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
 from trainload.launching.debugging.statistics import Statistics, StatisticsCollector
-from trainload.launching.debugging.tensor_facts import Level, TensorFacts, facts_of, level_of
-from trainload.launching.debugging.value_watch import Watch
+from trainload.launching.debugging.tensor_facts import Level, facts_of
+from trainload.launching.debugging.value_watch import Watch, bad_parts
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.run.journal import Event, stream_events
 from trainload.launching.run.run_spec import read_spec
@@ -25,7 +27,6 @@ from trainload.launching.run.working_copy import viewed
 from trainload.launching.worker.engine import Draw, NotFiniteError
 from trainload.launching.worker.row_bisection import causing_rows
 from trainload.packaging.package import Package
-from trainload.sharding.plans.parameters_within import parameters_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +140,7 @@ def _debug_run(run_dir: Where, step: int | None, above: float, statistics: bool)
     with viewed(run_dir) as files:
         spec = read_spec(files.folder)
         wanted = _failed_step(stream_events(files.folder)) if step is None else step
-        if not 1 <= wanted <= spec.steps:
-            raise RequestError(
-                "the run has no such step",
-                where="step",
-                expected=f"1 to {spec.steps}",
-                got=str(wanted),
-            )
+        check_step(wanted, spec.steps, "the run has no such step")
         with deterministic(spec.deterministic):
             replay = Replay.of_run(spec)
             start = replay.load_before(spec, wanted - 1)
@@ -218,8 +213,10 @@ class _Searching:
         return Diagnosis(step + 1, 0, loss, norm, finding, statistics, 0.0)
 
     def _watch(self, collector: StatisticsCollector | None = None) -> Watch:
-        return self._search.watch(
-            self._engine,
+        return Watch(
+            self._replay.plan,
+            0,
+            origin=self._search.origin(self._engine),
             above=self._above,
             everywhere=math.isfinite(self._above),
             statistics=collector,
@@ -230,15 +227,13 @@ class _Searching:
 
         The update that makes an optimizer's state is no graph.
         """
-        bad: dict[str, TensorFacts] = {}
-        for bucket in self._replay.plan.buckets:
-            value = self._engine.held.params[bucket.name]
-            for name, low, high in parameters_within(self._replay.plan, 0, bucket, len(value)):
-                if level_of(value[low:high], self._above) is not Level.FINE:
-                    bad[name] = facts_of(value[low:high], "result")
+        plan, params = self._replay.plan, self._engine.held.params
+        bad: dict[str, Tensor] = {}
+        for bucket in plan.buckets:
+            bad |= bad_parts(plan, 0, bucket, params[bucket.name], self._above)
         if not bad:
             return None
-        first = next(iter(bad.values()))
+        first = facts_of(next(iter(bad.values())), "result")
         sighting = Sighting(
             graph="update",
             call=0,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from trainload.core.errors import RequestError
 from trainload.launching.checkpoints.checkpoint_place import place_of
-from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
@@ -19,9 +18,9 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.opening import trained_package
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.worker.divergence import Search
-from trainload.launching.worker.engine import Draw, Engine, NotFiniteError
-from trainload.launching.worker.explaining import Failing, explain
-from trainload.launching.worker.loop import SCALING
+from trainload.launching.worker.engine import Draw, Engine
+from trainload.launching.worker.explaining import Failing, explaining
+from trainload.launching.worker.restoring import load_beginning, load_checkpoint
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.packaging.package import Package
 from trainload.sharding.planner.make_plan import plan as make_plan
@@ -96,16 +95,10 @@ class Replay:
             )
         held = self.engine.held
         if start in published:
-            checkpoint = Checkpoint.open(published[start])
-            state = load_sharded(checkpoint, self.plan, 0)
-            held.load(state, checkpoint.index.user.get(SCALING))
-            return start
-        held.load_package()
-        if spec.optimizer_from is not None:
-            before = Checkpoint.open(spec.optimizer_from)
-            state = load_sharded(before, self.plan, 0, state_alone=True)
-            held.load_optimizer(state, before.index.user.get(SCALING))
-        return 0
+            load_checkpoint(Checkpoint.open(published[start]), self.plan, 0, held)
+        else:
+            load_beginning(spec, self.package, self.plan, 0, held)
+        return start
 
     def batches(self, start: int, stop: int) -> Iterator[tuple[int, list[Draw]]]:
         """Yield (number, batches) of each step from `start`, counted from 0, before `stop`."""
@@ -118,20 +111,17 @@ class Replay:
                 calls = next_calls(stream, recipe, number, accumulate)
                 yield number, [draw_of(each, self._data, dispatcher) for each in calls]
 
-    @contextmanager
-    def explaining(self, step: int) -> Iterator[None]:
-        """Replace an error of an operator within the context by one that names its line and row."""
-        try:
-            yield
-        except NotFiniteError:
-            raise
-        except Exception as error:
-            search = self.search
-            failing = Failing(self.package, self.plan, 0, self.engine, search.device)
-            explained = explain(error, failing, self._data, search.source, f"step {step + 1}")
-            if explained is None or explained is error:
-                raise
-            raise explained from error
+    def explaining(self, step: int) -> AbstractContextManager[None]:
+        """Return a context in which an error of an operator names its line and row."""
+        search = self.search
+        failing = Failing(self.package, self.plan, 0, self.engine, search.device)
+        return explaining(failing, self._data, search.source, f"step {step + 1}")
+
+
+def check_step(step: int, last: int, problem: str) -> None:
+    """Raise RequestError with this problem unless a step, counted from 1, is at most the last."""
+    if not 1 <= step <= last:
+        raise RequestError(problem, where="step", expected=f"1 to {last}", got=str(step))
 
 
 def _open_data(source: str | Path, package: Package, plan: Plan) -> RunData:

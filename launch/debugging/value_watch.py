@@ -35,17 +35,16 @@ from trainload.launching.debugging.tensor_facts import (
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
 from trainload.sharding.analysis.graph_nodes import ends
 from trainload.sharding.plans.parameters_within import parameters_within
-from trainload.sharding.plans.plan import Plan
+from trainload.sharding.plans.plan import Bucket, Plan
 from trainload.sharding.rewriting.rank_update import UPDATE_SCALARS
+from trainload.sharding.rewriting.rewrite import BETWEEN
 
 _MOST_INPUTS = 6
 """Maximum number of inputs of an operator that are described."""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _GIVEN = (Role.CONSTANT, Role.BUFFER)
 """Roles of inputs whose infinities count as written on purpose."""
-_SENT = (Role.ACTIVATION, Role.COTANGENT, Role.SAVED)
-_RESULTS = (Role.TOTALS, Role.BUCKET_GRADIENT, Role.PREDICTION, *_SENT)
-
+_RESULTS = (Role.TOTALS, Role.BUCKET_GRADIENT, Role.PREDICTION, *BETWEEN)
 
 Origin = Callable[[Sequence[int]], tuple[tuple[int, ...], str]]
 
@@ -71,7 +70,6 @@ class Watch:
         statistics: collector that gets every value too.
 
     Attributes:
-        active: False to call graphs without a search.
         sightings: the first bad value of each call that has one, in the order of the calls.
     """
 
@@ -87,7 +85,6 @@ class Watch:
     ) -> None:
         self.origin, self.statistics = origin, statistics
         self.plan, self.rank, self.above, self.everywhere = plan, rank, above, everywhere
-        self.active = True
         self.sightings: list[Sighting] = []
         self._calls = 0
 
@@ -103,8 +100,6 @@ class Watch:
         assert isinstance(module, GraphModule), "the build is interpreted"
 
         def call(*arguments: Tensor) -> Sequence[Tensor]:
-            if not self.active:
-                return module(*arguments)  # type: ignore[no-any-return]  # modules are untyped
             watched = _WatchedCall(module, graph, self)
             results: Sequence[Tensor] = watched.run(*arguments)
             sighting = watched.sighting()
@@ -114,6 +109,25 @@ class Watch:
             return results
 
         return call
+
+
+def bad_parts(
+    plan: Plan, rank: int, bucket: Bucket, value: Tensor, above: float
+) -> dict[str, Tensor]:
+    """Return parameter -> its elements, of those with bad elements in a rank's part of a bucket.
+
+    Args:
+        plan: plan of the run.
+        rank: the rank.
+        bucket: the bucket.
+        value: the rank's part of its parameters or gradients.
+        above: as in `Watch`.
+    """
+    return {
+        name: value[low:high]
+        for name, low, high in parameters_within(plan, rank, bucket, len(value))
+        if level_of(value[low:high], above) is not Level.FINE
+    }
 
 
 class _WatchedCall(Interpreter):
@@ -202,7 +216,7 @@ class _WatchedCall(Interpreter):
                 continue
             if port.role is Role.TOTALS and level_of(value[:1], self._watch.above) is Level.FINE:
                 continue  # a metric is bad, not the loss
-            if port.role in _SENT and self._causes[node].written:
+            if port.role in BETWEEN and self._causes[node].written:
                 continue
             names = self._parameters(port.name, value) if port.role is Role.BUCKET_GRADIENT else ()
             self._bad_results.append((node, names))
@@ -226,13 +240,9 @@ class _WatchedCall(Interpreter):
 
     def _parameters(self, bucket: str, value: Tensor) -> tuple[str, ...]:
         """Return the parameters with bad elements in this rank's part of a bucket."""
-        plan, rank = self._watch.plan, self._watch.rank
-        owner = next(each for each in plan.buckets if each.name == bucket)
-        return tuple(
-            name
-            for name, low, high in parameters_within(plan, rank, owner, len(value))
-            if level_of(value[low:high], self._watch.above) is not Level.FINE
-        )
+        watch = self._watch
+        owner = next(each for each in watch.plan.buckets if each.name == bucket)
+        return tuple(bad_parts(watch.plan, watch.rank, owner, value, watch.above))
 
     def _describe(self, node: Node, level: Level, value: Any) -> Sighting:
         port = self._ports.get(node)
@@ -262,7 +272,7 @@ class _WatchedCall(Interpreter):
             inputs=tuple(self._inputs_of(node)),
             rows=rows,
             source=source,
-            from_peers=waited or (port is not None and port.role in _SENT),
+            from_peers=waited or (port is not None and port.role in BETWEEN),
             parameters=names,
         )
 

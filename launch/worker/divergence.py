@@ -4,7 +4,6 @@ value, which all ranks find together, and by the data.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from trainload.core.errors import DivergedError, first_line
 from trainload.launching.data.run_data import RunData
 from trainload.launching.debugging.bad_value import Finding, first_of
-from trainload.launching.debugging.statistics import StatisticsCollector
-from trainload.launching.debugging.value_watch import Watch
+from trainload.launching.debugging.value_watch import Origin, Watch
 from trainload.launching.node.build import uncompiled_build
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.process_groups import gathered
@@ -67,32 +65,17 @@ class Search:
         _, name = self.data.origin(microbatch.part, known, None, self.source)
         return () if known is None else tuple(sorted(int(known[row]) for row in rows)), name
 
-    def watch(
-        self,
-        engine: Engine,
-        *,
-        above: float = math.inf,
-        everywhere: bool = False,
-        statistics: StatisticsCollector | None = None,
-    ) -> Watch:
-        """Return a search in the calls of an engine, whose rows are those of the data.
-
-        For the other arguments see `Watch`.
+    def origin(self, engine: Engine) -> Origin:
+        """Return the function for a `Watch` of an engine's calls that maps rows to those of the
+        data.
         """
 
-        def origin(rows: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        def rows_of_call(rows: Sequence[int]) -> tuple[tuple[int, ...], str]:
             called = engine.microbatch
             assert called is not None, "a graph is called"
             return self.rows_of(called, rows)
 
-        return Watch(
-            self.plan,
-            self.rank,
-            above=above,
-            everywhere=everywhere,
-            origin=origin,
-            statistics=statistics,
-        )
+        return rows_of_call
 
     def finding(self, watch: Watch) -> Finding | None:
         """Return the first bad value that the ranks have seen, the same on all.
@@ -145,7 +128,7 @@ def explain_divergence(
 def _find(search: Search, engine: Engine) -> tuple[Finding | None, str]:
     """Return the first value that is not finite, or a sentence that says why it is unknown."""
     try:
-        watch = search.watch(engine)
+        watch = Watch(search.plan, search.rank, origin=search.origin(engine))
         engine.repeat_turn(watch.watched(search.build()))
         finding = search.finding(watch)
     except Exception as error:  # noqa: BLE001  # the step has failed already, which is reported

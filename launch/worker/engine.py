@@ -21,7 +21,7 @@ from trainload.launching.worker.pipeline_step import PipelineRunner
 from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Bucket, Plan
-from trainload.sharding.rewriting.rank_update import UpdateStep, bucket_updates
+from trainload.sharding.rewriting.rank_update import UpdateStep, bucket_updates, usable_norm
 from trainload.sharding.rewriting.rewrite import Phase, stored_length, update_length
 
 
@@ -223,11 +223,9 @@ class Engine:
         if not math.isfinite(result.loss):
             raise NotFiniteError(graph, "loss", result.loss)
         norm = result.gradient_norm
-        # If the norm of a scaled gradient is not finite, the update was skipped and the scale is
-        # lowered; clipping by value makes infinities finite.
-        is_clipped = self._recipe.graph(graph).clip_value is not None
-        can_train = math.isfinite(norm) or (is_clipped and not math.isnan(norm))
-        if result.loss_scale is None and not can_train:
+        is_usable = bool(usable_norm(torch.tensor(norm), self._recipe, graph))
+        # a scaled loss has its scale lowered instead
+        if result.loss_scale is None and not is_usable:
             raise NotFiniteError(graph, "gradient's norm", norm)
 
     def _begin(
@@ -486,7 +484,7 @@ class Engine:
         results = step.in_turn(*arguments)
         norm, *scales = next(results)
         scaling[:] = scales
-        if not step.usable(norm):
+        if not usable_norm(norm, self._recipe, step.name):
             return norm
         for part, param, (new, *created) in zip(step.parts, params, results, strict=True):
             param.copy_(new)

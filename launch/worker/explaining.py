@@ -4,6 +4,8 @@ in the source.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ from trainload.core.errors import DataError, TrainingError, TrainloadError, rais
 from trainload.launching.data.run_data import RunData
 from trainload.launching.verification.allocation_errors import is_out_of_memory
 from trainload.launching.worker.calls import Microbatch
-from trainload.launching.worker.engine import Engine
+from trainload.launching.worker.engine import Engine, NotFiniteError
 from trainload.launching.worker.out_of_memory import explain_memory
 from trainload.launching.worker.rejected_values import Rejected, find_rejected
 from trainload.packaging.package import Package
@@ -50,6 +52,23 @@ class Failing:
     rank: int
     engine: Engine
     device: torch.device
+
+
+@contextmanager
+def explaining(failing: Failing, data: RunData, source: str, when: str) -> Iterator[None]:
+    """Replace an error of a kernel within the context by one that a user can act on.
+
+    NotFiniteError passes. The other arguments are those of `explain`.
+    """
+    try:
+        yield
+    except NotFiniteError:
+        raise
+    except Exception as error:
+        explained = explain(error, failing, data, source, when)
+        if explained is None or explained is error:
+            raise
+        raise explained from error
 
 
 def explain(

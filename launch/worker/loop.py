@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from trainload.core.errors import (
 from trainload.core.host_memory import return_large_blocks
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.index import DataPosition
-from trainload.launching.checkpoints.load import load_sharded
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launching.data.prefetch import BatchStream, RankRows
@@ -53,16 +52,17 @@ from trainload.launching.worker.agreement import check_same_collectives, check_s
 from trainload.launching.worker.divergence import Search, explain_divergence
 from trainload.launching.worker.engine import Draw, Engine, NotFiniteError, StepResult
 from trainload.launching.worker.evaluation import Evaluation
-from trainload.launching.worker.explaining import Failing, explain, explain_without_rows
+from trainload.launching.worker.explaining import Failing, explain_without_rows, explaining
 from trainload.launching.worker.preparation import Keeper, Opened, set_threads
+from trainload.launching.worker.restoring import SCALING, load_beginning, load_checkpoint
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
-SCALING = "loss scaling"
-"""Key of the loss scales in the `user` entries of a checkpoint."""
 GRAPHS = "graphs"
-"""Key in the same entries of a mapping: build -> for each graph, True if it runs interpreted."""
+"""Key in the `user` entries of a checkpoint of a mapping: build -> for each graph, True if it runs
+interpreted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +259,11 @@ class _Worker:
             )
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
+        held = self._engine.held
         if checkpoint is None:
+            load_beginning(self._spec, self._package, self._plan, self._place.rank, held)
             if (given := self._package.given) is not None:
-                given.begin()
-            self._engine.held.load_package()
-            if given is not None:
                 self._contact.write("weights", rank=self._place.rank, **given.taken)
-            if self._spec.optimizer_from is not None:
-                before = Checkpoint.open(self._spec.optimizer_from)
-                state = load_sharded(before, self._plan, self._place.rank, state_alone=True)
-                self._engine.held.load_optimizer(state, before.index.user.get(SCALING))
             return
         if checkpoint.index.data.fingerprint != self._data.fingerprint:
             raise DataError(
@@ -278,10 +273,7 @@ class _Worker:
                 got=self._data.fingerprint,
                 hint="Restore the data, or launch a new run from the trained package.",
             )
-        self._engine.held.load(
-            load_sharded(checkpoint, self._plan, self._place.rank),
-            checkpoint.index.user.get(SCALING),
-        )
+        load_checkpoint(checkpoint, self._plan, self._place.rank, held)
         self._start = checkpoint.index.step
 
     # The loop
@@ -367,14 +359,14 @@ class _Worker:
         waited = time.perf_counter() - began
         self._activity.at(Phase.STEP)
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
-        with (
-            self._explaining(self._data, self._spec.data, f"step {step + 1}"),
-            self._waits.measured() if self._has_peers else nullcontext(),
-        ):
-            try:
+        try:
+            with (
+                self._explaining(self._data, self._spec.data, f"step {step + 1}"),
+                self._waits.measured() if self._has_peers else nullcontext(),
+            ):
                 result = self._engine.step(step, draws)
-            except NotFiniteError as error:
-                raise self._explain_divergence(step, error, draws) from error
+        except NotFiniteError as error:
+            raise self._explain_divergence(step, error, draws) from error
         seconds = time.perf_counter() - began - self._waits.taken()
         compared = self._compared()
         clock.leave_out(compared)
@@ -404,19 +396,9 @@ class _Worker:
                 **rates,
             )
 
-    @contextmanager
-    def _explaining(self, data: RunData, source: str, when: str) -> Iterator[None]:
-        """Replace an error of a kernel within the context by one that a user can act on."""
-        try:
-            yield
-        except Exception as error:
-            failing = Failing(
-                self._package, self._plan, self._place.rank, self._engine, self._device
-            )
-            explained = explain(error, failing, data, source, when)
-            if explained is None or explained is error:
-                raise
-            raise explained from error
+    def _explaining(self, data: RunData, source: str, when: str) -> AbstractContextManager[None]:
+        failing = Failing(self._package, self._plan, self._place.rank, self._engine, self._device)
+        return explaining(failing, data, source, when)
 
     def _compared(self) -> float:
         """Return and report the seconds that comparing compiled graphs has taken since the last

@@ -151,6 +151,21 @@ class Lacking:
 _NOTHING_LACKING = Lacking()
 
 
+def usable_norm(norm: Tensor, recipe: Recipe, graph: str) -> Tensor:
+    """Return True, as a 0-dim tensor, if an update whose gradient has this norm leaves the weights
+    finite.
+
+    Args:
+        norm: 0-dim norm of the gradient before clipping, the same on all ranks.
+        recipe: the package's recipe.
+        graph: name of the training graph.
+    """
+    # clipping by value makes infinities finite
+    if recipe.graph(graph).clip_value is not None and recipe.loss_scale is None:
+        return ~torch.isnan(norm)
+    return torch.isfinite(norm)
+
+
 class UpdateStep:
     """The update that follows a training graph, of all buckets that it trains, on one rank, as a
     function of flat tensors.
@@ -171,9 +186,9 @@ class UpdateStep:
       `lacking` are left out, and made.
     - scale: if the recipe scales the loss, 0-dim float32; streak: 0-dim int64, number of
       consecutive updates since it last changed.
-    - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping. Unless it is
-      `usable`, everything but scale and streak keeps its value; but an update that makes missing
-      state returns its results unconditionally, and the caller must discard them.
+    - norm: 0-dim float32, the global L2 norm of the divided gradient, before clipping. If it is not
+      usable (`usable_norm`), everything but scale and streak keeps its value; but an update that
+      makes missing state returns its results unconditionally, and the caller must discard them.
 
     Args:
         plan: distribution of the package.
@@ -196,7 +211,7 @@ class UpdateStep:
         self._plan = plan
         self._index = pipeline_index
         self._recipe = recipe
-        self._graph = recipe.graph(graph)
+        self.name, self._graph = graph, recipe.graph(graph)
         self._lacking = lacking
         self._groups = len(updates)
         self.parts = bucket_updates(plan.held_buckets(pipeline_index), updates, self._graph.groups)
@@ -211,15 +226,7 @@ class UpdateStep:
     ) -> tuple[Tensor, ...]:
         results = self.in_turn(divisor, rates, rank, *flat)
         norm, *scaling = next(results)
-        usable = self.usable(norm)
-        outputs = (
-            list(results)
-            if self._lacking
-            else [
-                [torch.where(usable, *pair) for pair in zip(new, old, strict=True)]
-                for new, old in zip(results, self._before(flat), strict=True)
-            ]
-        )
+        outputs = list(results)
         counts = [len(part.state) for part in self.parts]
         new = [param for param, *_ in outputs]
         for output, count in zip(outputs, counts, strict=True):
@@ -228,33 +235,13 @@ class UpdateStep:
             new += output[1 + count :]
         return (norm, *new, *scaling)
 
-    def usable(self, norm: Tensor) -> Tensor:
-        """Return True, as a 0-dim tensor, if an update whose gradient has this norm leaves the
-        weights finite. It is the same on all ranks.
-        """
-        # clipping by value makes infinities finite
-        if self._graph.clip_value is not None and self._recipe.loss_scale is None:
-            return ~torch.isnan(norm)
-        return torch.isfinite(norm)
-
-    def _before(self, flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield (param, *states[, mean]) of each bucket before the update, in the order of its
-        results.
-        """
-        count = len(self.parts)
-        states = iter(flat[2 * count :])
-        of_parts = [list(islice(states, len(part.state))) for part in self.parts]
-        for param, entries in zip(flat[:count], of_parts, strict=True):
-            yield [param, *entries, *islice(states, self.keeps_mean)]
-
     def in_turn(
         self, divisor: Tensor, rates: Tensor, rank: Tensor, *flat: Tensor
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield the results of a call bucket by bucket, so that they need not exist at once.
 
         Yields:
-            (norm[, scale, streak]), then (param, *states[, mean]) of each bucket, whether the norm
-            is finite or not.
+            (norm[, scale, streak]), then (param, *states[, mean]) of each bucket.
         """
         count = len(self.parts)
         params, gradients, old_state = (
@@ -275,7 +262,8 @@ class UpdateStep:
         factor = 1.0 / divisor
         if clip_norm is not None:
             factor = factor * torch.clamp(clip_norm / (norm + _CLIP_EPSILON), max=1.0)
-        yield (norm, *(self._next_scale(torch.isfinite(norm), *scaling) if scaling else ()))
+        usable = usable_norm(norm, self._recipe, self.name)
+        yield (norm, *(self._next_scale(usable, *scaling) if scaling else ()))
         kept = [part for part in self.parts if part.key not in self._lacking.states]
         means = iter(old_state[sum(len(part.state) for part in kept) :])
         states = iter(old_state)
@@ -291,18 +279,16 @@ class UpdateStep:
                 if part.update.elementwise
                 else self._run_whole(part, rate, operands, rank)
             )
-            yield (*outputs, *self._mean(part, outputs[0], means))
-
-    def _mean(
-        self, part: BucketUpdate, param: Tensor, means: Iterator[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Return a bucket's new running mean, if the graph keeps them. `means`: the old ones."""
-        decay = self._graph.ema_decay
-        if decay is None:
-            return ()
-        if part.bucket.name in self._lacking.means:
-            return (param.clone(),)
-        return (torch.lerp(next(means), param, 1 - decay),)
+            before, after = [param, *entries], [*outputs]
+            if (decay := self._graph.ema_decay) is not None:
+                if part.bucket.name in self._lacking.means:
+                    after.append(outputs[0].clone())
+                else:
+                    before.append(next(means))
+                    after.append(torch.lerp(before[-1], outputs[0], 1 - decay))
+            if not self._lacking:
+                after = [torch.where(usable, *pair) for pair in zip(after, before, strict=True)]
+            yield tuple(after)
 
     def _next_scale(self, finite: Tensor, scale: Tensor, streak: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next step's scale and streak."""
