@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from trainload.core.storage.places import Where
 from trainload.launching.api.replay import Replay, check_step
 from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
-from trainload.launching.debugging.statistics import Statistics, StatisticsCollector
+from trainload.launching.debugging.statistics import Statistics, joined
 from trainload.launching.debugging.tensor_facts import Level, facts_of
 from trainload.launching.debugging.value_watch import Watch, bad_parts
 from trainload.launching.node.determinism import deterministic
@@ -26,6 +27,7 @@ from trainload.launching.run.run_spec import read_spec
 from trainload.launching.run.working_copy import viewed
 from trainload.launching.worker.engine import Draw, NotFiniteError
 from trainload.launching.worker.row_bisection import causing_rows
+from trainload.launching.worker.step_statistics import StepStatistics
 from trainload.packaging.package import Package
 
 
@@ -93,8 +95,7 @@ def debug(
             one; the first step for a package. An earlier step whose loss or gradient is not finite
             ends the search.
         above: find the first value whose magnitude is above this number instead, wherever it leads.
-        statistics: True to collect statistics of the step by module. They need a copy of the
-            parameters.
+        statistics: True to collect statistics of the step by module.
 
     Raises:
         RequestError: the step does not exist, `above` is not a positive number, a package has no
@@ -166,7 +167,7 @@ class _Searching:
     def __init__(self, replay: Replay, above: float, statistics: bool) -> None:
         self._replay, self._above = replay, above
         self._search, self._engine, self._built = replay.search, replay.engine, replay.built
-        self._collector = StatisticsCollector(replay.plan) if statistics else None
+        self._collector = StepStatistics(replay.search, replay.built, follows_units=True) if statistics else None
 
     def searched(self, step: int, start: int) -> Diagnosis:
         """Compute the steps from `start` up to `step`, and search the last one, or the first whose
@@ -184,15 +185,14 @@ class _Searching:
 
     def _compute(self, step: int, draws: Sequence[Draw], *, searches: bool) -> Diagnosis | None:
         collector = self._collector if searches else None
-        watch = self._watch(collector)
+        watch = self._watch()
         loss: float | None
         norm: float | None
-        if collector is not None:
-            collector.begin(self._engine.held.params)
         if searches:
             self._engine.built = watch.watched(self._built)
+        collecting = nullcontext() if collector is None else collector.collecting(self._engine)
         try:
-            with self._replay.explaining(step):
+            with self._replay.explaining(step), collecting:
                 result = self._engine.step(step, draws)
         except NotFiniteError as error:
             if not searches:
@@ -206,20 +206,16 @@ class _Searching:
                 return None
             loss, norm = result.loss, result.gradient_norm
             finding = self._search.finding(watch) or self._bad_parameters()
-        statistics = None
-        if collector is not None:
-            known = norm if len(self._replay.package.recipe.graphs) < 2 else None
-            statistics = collector.statistics(self._engine.held.params, known)
+        statistics = None if collector is None else joined(collector.collected())
         return Diagnosis(step + 1, 0, loss, norm, finding, statistics, 0.0)
 
-    def _watch(self, collector: StatisticsCollector | None = None) -> Watch:
+    def _watch(self) -> Watch:
         return Watch(
             self._replay.plan,
             0,
             origin=self._search.origin(self._engine),
             above=self._above,
             everywhere=math.isfinite(self._above),
-            statistics=collector,
         )
 
     def _bad_parameters(self) -> Finding | None:

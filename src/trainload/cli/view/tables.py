@@ -55,6 +55,16 @@ def event_line(event: Event) -> str:
         return "\n".join([f"failure: {data['message']}; {data['action']}", *rank_lines])
     if "message" in data:
         return f"{event.kind}: {data['message']}"
+    if event.kind == "statistics":
+        about = (
+            f"of {len(data['activations'])} activations and {len(data['parameters'])} parameters"
+        )
+        return "\n".join(
+            [
+                f"statistics at step {data['step']}: {about}",
+                *(f"  {each}" for each in data["notes"]),
+            ]
+        )
     title = f"{event.kind} {data['name']}" if "name" in data else event.kind
     if "step" in data:
         title += f" at step {data['step']}"
