@@ -167,7 +167,9 @@ class _Searching:
     def __init__(self, replay: Replay, above: float, statistics: bool) -> None:
         self._replay, self._above = replay, above
         self._search, self._engine, self._built = replay.search, replay.engine, replay.built
-        self._collector = StepStatistics(replay.search, replay.built, follows_units=True) if statistics else None
+        self._collector = (
+            StepStatistics(replay.search, replay.built, follows_units=True) if statistics else None
+        )
 
     def searched(self, step: int, start: int) -> Diagnosis:
         """Compute the steps from `start` up to `step`, and search the last one, or the first whose

@@ -19,8 +19,8 @@ from torch.fx import Graph, Node
 import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these three register rules of operators
-from trainload.autograd_trace.graph_calls import remove_dead_code
 from trainload.autograd_trace.derivation.backward_origins import inherit_origin
+from trainload.autograd_trace.graph_calls import remove_dead_code
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import bodies_of
 from trainload.core.errors import PlanError
