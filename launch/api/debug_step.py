@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +14,12 @@ from torch import Tensor
 
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import RequestError
-from trainload.core.storage.places import Where
-from trainload.launching.api.replay import Replay, check_step
+from trainload.launching.api.replay import Replay, replaying
 from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
 from trainload.launching.debugging.statistics import Statistics, joined
 from trainload.launching.debugging.tensor_facts import Level, facts_of
 from trainload.launching.debugging.value_watch import Watch, bad_parts
-from trainload.launching.node.determinism import deterministic
-from trainload.launching.run.journal import Event, stream_events
-from trainload.launching.run.run_spec import read_spec
-from trainload.launching.run.working_copy import viewed
 from trainload.launching.worker.engine import Draw, NotFiniteError
 from trainload.launching.worker.row_bisection import causing_rows
 from trainload.launching.worker.step_statistics import StepStatistics
@@ -107,58 +102,14 @@ def debug(
         print(diagnosis.finding)
     """
     began = time.perf_counter()
-    _check_arguments(source, data, step, above)
-    limit = math.inf if above is None else above
-    if isinstance(source, Package):
-        assert data is not None, "it is checked"
-        number = (step or 1) - 1
-        with deterministic(True):
-            search = _Searching(Replay.of_package(source, data), limit, statistics)
-            diagnosis = replace(search.searched(number, number), began=0)
-    else:
-        diagnosis = _debug_run(source, step, limit, statistics)
-    return replace(diagnosis, seconds=time.perf_counter() - began)
-
-
-def _check_arguments(
-    source: str | Path | Package, data: object, step: int | None, above: float | None
-) -> None:
-    if isinstance(source, Package) and data is None:
-        raise RequestError("a package needs data", where="data", hint="Pass --data.")
-    if not isinstance(source, Package) and data is not None:
-        raise RequestError("a run has its own data", where="data", hint="Omit --data.")
-    if step is not None and step < 1:
-        raise RequestError(
-            "there is no such step", where="step", expected="1 or more", got=str(step)
-        )
     if above is not None and not above > 0:
         raise RequestError(
             "it is not a limit", where="above", expected="a positive number", got=str(above)
         )
-
-
-def _debug_run(run_dir: Where, step: int | None, above: float, statistics: bool) -> Diagnosis:
-    with viewed(run_dir) as files:
-        spec = read_spec(files.folder)
-        wanted = _failed_step(stream_events(files.folder)) if step is None else step
-        check_step(wanted, spec.steps, "the run has no such step")
-        with deterministic(spec.deterministic):
-            replay = Replay.of_run(spec)
-            start = replay.load_before(spec, wanted - 1)
-            return _Searching(replay, above, statistics).searched(wanted - 1, start)
-
-
-def _failed_step(events: Iterable[Event]) -> int:
-    """Return the number, from 1, of the step at which a run failed, or of its last step."""
-    last, before = 0, ""
-    for event in events:
-        if event.kind in ("step", "finding"):
-            last = event.data["step"] + 1
-        failed = event.kind == "failed" and event.data.get("error") == "DivergedError"
-        if failed and before != "finding":
-            last += 1
-        before = event.kind
-    return max(1, last)
+    limit = math.inf if above is None else above
+    with replaying(source, data, step) as (replay, start, number):
+        diagnosis = _Searching(replay, limit, statistics).searched(number, start)
+    return replace(diagnosis, began=start, seconds=time.perf_counter() - began)
 
 
 class _Searching:
@@ -182,7 +133,7 @@ class _Searching:
         for number, draws in self._replay.batches(start, step + 1):
             diagnosis = self._compute(number, draws, searches=number == step)
             if diagnosis is not None:
-                return replace(diagnosis, began=start)
+                return diagnosis
         raise AssertionError("the last step is searched")
 
     def _compute(self, step: int, draws: Sequence[Draw], *, searches: bool) -> Diagnosis | None:

@@ -25,6 +25,7 @@ class ActivationStatistics:
     Attributes:
         module: path of the user's module; "" for the model itself and the loss.
         operator: the activation function; "" for the result of the module.
+        number: number of the call of the function in the module, from 0.
         line: line of the user's code.
         rms: root mean square.
         greatest: greatest magnitude.
@@ -37,6 +38,7 @@ class ActivationStatistics:
 
     module: str
     operator: str
+    number: int
     line: str
     rms: float
     greatest: float
@@ -154,6 +156,7 @@ def activation_statistics(sums: Mapping[Site, Sums]) -> tuple[ActivationStatisti
         ActivationStatistics(
             site.module,
             site.operator,
+            site.number,
             each.line,
             math.sqrt(each.squares.item() / each.count),
             each.greatest.item(),

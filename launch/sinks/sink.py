@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -148,13 +147,11 @@ def numbers_of(event: Event) -> dict[str, float]:
 
 def _statistics(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     graph = f"{data['graph']}." if "graph" in data else ""
-    counts: Counter[str] = Counter()
     for each in (*data["activations"], *data["parameters"]):
         name = each.get("parameter") or ".".join(
             filter(None, (each["module"] or "model", each["operator"]))
         )
-        counts[name] += 1
-        number = f".{counts[name]}" if counts[name] > 1 else ""
+        number = f".{each['number'] + 1}" if each.get("number") else ""
         for measure, value in each.items():
             if isinstance(value, float):
                 yield f"statistics/{graph}{name}{number}/{measure}", value
