@@ -19,9 +19,8 @@ from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
 from trainload.launching.debugging.statistics import Statistics, joined
 from trainload.launching.debugging.tensor_facts import Level, facts_of
-from trainload.launching.debugging.value_watch import Watch, bad_parts
+from trainload.launching.debugging.value_watch import bad_parts
 from trainload.launching.worker.engine import Draw, NotFiniteError
-from trainload.launching.worker.row_bisection import causing_rows
 from trainload.launching.worker.step_statistics import StepStatistics
 from trainload.packaging.package import Package
 
@@ -138,7 +137,8 @@ class _Searching:
 
     def _compute(self, step: int, draws: Sequence[Draw], *, searches: bool) -> Diagnosis | None:
         collector = self._collector if searches else None
-        watch = self._watch()
+        search = self._search
+        watch = search.watch(self._engine, above=self._above)
         loss: float | None
         norm: float | None
         if searches:
@@ -151,25 +151,16 @@ class _Searching:
             if not searches:
                 self._engine.repeat_turn(watch.watched(self._built))
             loss, norm = (error.value, None) if error.quantity == "loss" else (None, error.value)
-            finding = self._search.finding(watch)
+            finding = search.finding(watch)
             if finding is not None:
-                finding = self._with_rows(finding)
+                finding = search.with_rows(finding, self._engine, self._built, above=self._above)
         else:
             if not searches:
                 return None
             loss, norm = result.loss, result.gradient_norm
-            finding = self._search.finding(watch) or self._bad_parameters()
+            finding = search.finding(watch) or self._bad_parameters()
         statistics = None if collector is None else joined(collector.collected())
         return Diagnosis(step + 1, 0, loss, norm, finding, statistics, 0.0)
-
-    def _watch(self) -> Watch:
-        return Watch(
-            self._replay.plan,
-            0,
-            origin=self._search.origin(self._engine),
-            above=self._above,
-            everywhere=math.isfinite(self._above),
-        )
 
     def _bad_parameters(self) -> Finding | None:
         """Return the parameters that are bad after the step, in whose update no operator was found.
@@ -186,6 +177,7 @@ class _Searching:
         sighting = Sighting(
             graph="update",
             call=0,
+            microbatch=None,
             position=0,
             operator=self._replay.package.recipe.optimizer,
             module="",
@@ -199,23 +191,3 @@ class _Searching:
             from_peers=False,
         )
         return Finding(sighting, 0, tuple(bad))
-
-    def _with_rows(self, finding: Finding) -> Finding:
-        """Return a finding with the rows that cause it, if its value has no dim of rows."""
-        found = finding.sighting
-        if found.rows or found.part not in ("forward", "backward"):
-            return finding
-
-        def sightings(changed: Draw | None = None) -> Sequence[Sighting]:
-            watch = self._watch()
-            self._engine.repeat_turn(watch.watched(self._built), changed)
-            return watch.sightings
-
-        again = sightings()
-        draw = self._engine.begun_draw
-        if not again or again[0].operator != found.operator:
-            return finding  # another graph of the round made it
-        rows = causing_rows(draw, again[0].call, lambda changed: bool(sightings(changed)))
-        microbatch = draw.microbatches[again[0].call]
-        numbers, name = self._search.rows_of(microbatch, rows)
-        return replace(finding, sighting=replace(found, rows=numbers, source=name))

@@ -66,6 +66,7 @@ class Watch:
         above: magnitude above which a finite value is bad; infinity for none.
         everywhere: True to report the first bad value even if no result is bad.
         origin: rows of the batch of the current call -> their numbers in the data, and its name.
+        microbatch: returns the number of the microbatch of the current call in its draw.
 
     Attributes:
         sightings: the first bad value of each call that has one, in the order of the calls.
@@ -79,8 +80,9 @@ class Watch:
         above: float = math.inf,
         everywhere: bool = False,
         origin: Origin = lambda rows: (tuple(rows), "the batch"),
+        microbatch: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.origin = origin
+        self.origin, self.microbatch = origin, microbatch
         self.plan, self.rank, self.above, self.everywhere = plan, rank, above, everywhere
         self.sightings: list[Sighting] = []
         self._calls = 0
@@ -253,6 +255,7 @@ class _WatchedCall(Interpreter):
         return Sighting(
             graph=self._graph.name,
             call=0,
+            microbatch=self._watch.microbatch(),
             position=self._positions[node],
             operator=f"{port.role.value} {port.name}" if port is not None else str(node.target),
             module=module_of(node),
