@@ -19,7 +19,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
@@ -88,6 +88,13 @@ hostile: env
 browser: env
 	command -v chromium || apt-get install --quiet --yes chromium || (apt-get update -qq && apt-get install --quiet --yes chromium)
 	$(BIN)/python -m tests.report.browser
+
+# Ten planted faults, each found with one command.
+debug-faults: env
+	$(BIN)/python -W ignore -m tests.launch.debugging.fault_table
+
+statistics: env
+	$(BIN)/python -W ignore benchmarks/statistics_cost.py
 
 mutate: env
 	$(BIN)/python -m tests.mutate

@@ -114,6 +114,8 @@ class RunComparison:
             none.
         modules: statistics of the first sampled step at which any differ, in the order in which
             they are computed; () if none differ, or the run has no samples (setting `statistics`).
+        unequal: the run's first warning that ranks hold unequal copies of a parameter; "" if there
+            is none.
         checkpoint: number of steps of the first compared checkpoint with different parameters; None
             if there is none.
         parameters: its parameters that differ, the most different first.
@@ -130,6 +132,7 @@ class RunComparison:
     greatest: float
     departure: StepDifference | None
     modules: tuple[ModuleDifference, ...]
+    unequal: str
     checkpoint: int | None
     parameters: tuple[ParameterDifference, ...]
     seconds: float
@@ -178,21 +181,25 @@ class _Recorded:
     Attributes:
         losses: its loss.
         samples: graph -> sampled statistics of activations, as in the journal.
+        unequal: warnings about unequal copies of parameters.
     """
 
     losses: dict[int, float]
     samples: dict[int, dict[str, Sequence[Mapping[str, Any]]]]
+    unequal: list[str]
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> _Recorded:
         """Return the records in a run's events."""
-        recorded = cls({}, defaultdict(dict))
+        recorded = cls({}, defaultdict(dict), [])
         for event in events:
             if event.kind == "step":
                 recorded.losses[event.data["step"]] = event.data["loss"]
             elif event.kind == "statistics":
                 of_step = recorded.samples[event.data["step"] - 1]
                 of_step[event.data.get("graph", "")] = event.data["activations"]
+            elif event.kind == "warning" and "unequal" in event.data:
+                recorded.unequal.append(event.data["message"])
         return recorded
 
 
@@ -200,6 +207,7 @@ class _Comparison:
     def __init__(self, spec: RunSpec, recorded: _Recorded, began: float) -> None:
         self._spec, self._began = spec, began
         self._losses, self._samples = recorded.losses, recorded.samples
+        self._unequal = next(iter(recorded.unequal), "")
         self._published = place_of(spec.place, spec.checkpoints).published()
         self._replay = Replay.of_run(spec)
         dtypes = dtypes_of(self._replay.built.work)
@@ -242,7 +250,15 @@ class _Comparison:
                 break
         seconds = time.perf_counter() - self._began
         return RunComparison(
-            start, compared, greatest, departure, modules, checkpoint, parameters, seconds
+            start,
+            compared,
+            greatest,
+            departure,
+            modules,
+            self._unequal,
+            checkpoint,
+            parameters,
+            seconds,
         )
 
     def _different_modules(self, number: int) -> Iterator[ModuleDifference]:

@@ -34,6 +34,7 @@ from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.checkpoints.writer import EVALUATION, CheckpointWriter
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, run_dispatcher
+from trainload.launching.debugging.replicas import warning_of
 from trainload.launching.node.build import can_compile
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.built_graphs import Built
@@ -410,6 +411,8 @@ class _Worker:
                 ),
                 **rates,
             )
+            if statistics is not None and statistics.unequal:
+                self._contact.write("warning", **warning_of(statistics.unequal, step))
             for graph, each in sampled:
                 names = {"graph": graph} if len(self._package.recipe.graphs) > 1 else {}
                 self._contact.write("statistics", step=step + 1, **names, **each.as_record())

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from trainload.launching.debugging.activation_sums import Site, Sums
 from trainload.launching.debugging.observed_forward import ObservedForwards
+from trainload.launching.debugging.replicas import (
+    UnequalCopies,
+    checksums_of,
+    unequal_copies,
+)
 from trainload.launching.debugging.statistics import (
     Statistics,
     activation_statistics,
@@ -36,6 +41,9 @@ class StepStatistics:
         follows_units: True to follow which units are zero in every row; on one rank only, since the
             ranks of a plan may hold different units.
         on_call: called with the name of a graph when its own call begins.
+
+    Attributes:
+        unequal: parameters of which ranks held unequal copies when the last collection began.
     """
 
     def __init__(
@@ -50,10 +58,16 @@ class StepStatistics:
         self._alike = group_of_stage(search.plan, search.rank, search.control)
         self._forwards = ObservedForwards(interpreted, follows_units=follows_units)
         self._turns: list[tuple[str, dict[Site, Sums], Tensor]] = []
+        self.unequal: tuple[UnequalCopies, ...] = ()
 
     @contextmanager
     def collecting(self, engine: Engine) -> Iterator[None]:
-        """Collect the statistics of the engine's steps within the context."""
+        """Collect the statistics of the engine's steps within the context. All ranks must enter
+        it.
+        """
+        plan, search = self._search.plan, self._search
+        sums = gathered(checksums_of(plan, search.rank, engine.held.params), search.control)
+        self.unequal = tuple(unequal_copies(plan, sums))
         self._turns, self._forwards.sums = [], {}
         built = engine.built
         engine.built = self._forwards.observing(built, self._on_call)

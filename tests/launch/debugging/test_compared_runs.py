@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,20 +18,21 @@ from tests.launch.debugging.planted_faults import (
     plain_batch,
     save,
 )
+from tests.launch.debugging.wrong_devices import (
+    ELEMENT,
+    FAULT,
+    replaced_step,
+    step_after_a_flip,
+    train_with_a_wrong_device,
+)
 from tests.laws.runs import Run, ranks
-from tests.laws.worker import train_as_rank
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainload
 from trainload.core.errors import RequestError
-from trainload.launching.worker.engine import Draw, Engine, StepResult
 from trainload.packaging.package import Package
 
 STEPS = 6
-FAULT = 4
-"""Number of the step, from 1, before which a bit is flipped."""
-ELEMENT = (1, 2)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -76,25 +73,10 @@ def train(package: Package, data: Path, folder: Path) -> Path:
     return folder / "run"
 
 
-def flip(value: Tensor) -> None:
-    """Flip a bit of the exponent of the element of the weight."""
-    element = value[ELEMENT[0] * WIDTH + ELEMENT[1]].view(torch.int32)
-    element ^= 1 << 25
-
-
 @pytest.fixture(scope="module")
 def broken(package: Package, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run during which a bit of a parameter has changed in memory."""
-    step = Engine.step
-
-    def faulty(self: Engine, number: int, draws: Sequence[Draw], *args: Any) -> StepResult:
-        if number == FAULT - 1:
-            (flat,) = self.held.params.values()
-            flip(flat)
-        return step(self, number, draws, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "step", faulty)
+    with replaced_step(step_after_a_flip):
         return train(package, data, tmp_path_factory.mktemp("broken"))
 
 
@@ -118,30 +100,6 @@ def test_a_comparison_begins_with_the_checkpoint_before_its_step(broken: Path) -
     comparison = trainload.compare_run(broken, step=FAULT + 1)
     assert (comparison.began, comparison.departure) == (FAULT, None)
     assert comparison.steps == STEPS - FAULT
-
-
-class _Corrupting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
-    """A device that computes one element of a hyperbolic tangent wrong."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        value = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.tanh.default:
-            value[0, 0] = 40.0
-        return value
-
-
-def train_with_a_wrong_device(entries: list[dict[str, Any]]) -> None:
-    """Train as a rank of which the second has a device that breaks before step `FAULT`."""
-    step = Engine.step
-
-    def faulty(self: Engine, number: int, draws: Sequence[Draw], *args: Any) -> StepResult:
-        is_broken = number >= FAULT - 1 and os.environ["RANK"] == "1"
-        with _Corrupting() if is_broken else nullcontext():  # type: ignore[no-untyped-call]
-            return step(self, number, draws, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "step", faulty)
-        train_as_rank(entries)
 
 
 def test_a_rank_that_computes_a_wrong_activation_is_found_with_its_module_and_line(

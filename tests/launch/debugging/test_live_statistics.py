@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.launch.debugging.planted_faults import (
+    ROWS,
+    WIDTH,
+    freeze,
+    linear,
+    plain_batch,
+    root_loss,
+    save,
+)
+from tests.launch.debugging.wrong_devices import FAULT, train_with_a_flipped_bit
 from tests.laws.runs import Run, ranks
 
 import trainload
@@ -113,3 +124,21 @@ def test_a_compiled_run_has_the_same_losses_with_and_without_statistics(
         for name, statistics in (("with", EVERY), ("without", None))
     ]
     assert found[0] == found[1]
+
+
+def test_a_run_warns_that_copies_of_a_parameter_differ(tmp_path: Path) -> None:
+    package = freeze(tmp_path, linear(), root_loss, plain_batch(), steps=FAULT + 1)
+    rows = np.random.default_rng(0).standard_normal((ROWS, WIDTH), dtype=np.float32)
+    data = save(tmp_path / "rows.npz", x=rows)
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero0")
+    run = Run(tmp_path / "run", package, plan, data, {"statistics": 1})
+    with ranks(2, [run], tmp_path, act=train_with_a_flipped_bit) as processes:
+        for process in processes:
+            process.join(300)
+    warnings = [e.data for e in read_events(run.run_dir) if e.kind == "warning"]
+    assert warnings[0]["step"] == FAULT
+    assert "ranks 0 and ranks 1 hold unequal copies of weight" in warnings[0]["message"]
+
+
+def test_equal_copies_are_no_warning(single: Path) -> None:
+    assert not [event for event in read_events(single) if event.kind == "warning"]

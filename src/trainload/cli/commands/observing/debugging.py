@@ -131,6 +131,8 @@ def _compare(place: str, step: int, as_json: bool) -> None:
             ("its loss", f"{departure.recorded:.8g}"),
             ("computed again", f"{departure.computed:.8g}"),
         ]
+    if comparison.unequal:
+        lines.append(("warned", comparison.unequal))
     if comparison.modules:
         first = comparison.modules[0]
         lines += [
