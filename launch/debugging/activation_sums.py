@@ -71,17 +71,37 @@ class Sums:
             self.alive = other.alive | self.alive if is_same else other.alive  # type: ignore[operator]  # it is no None
 
 
-def sums_of(site: Site, node: Node, value: Tensor, *, follows_units: bool) -> Sums:
-    """Return the sums over a node's value. Nothing is copied to the host.
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A site of a graph, as far as its sums depend on it.
+
+    Attributes:
+        site: the site.
+        line: line of the user's code.
+        low: least value of its activation function; None if it has no range.
+    """
+
+    site: Site
+    line: str
+    low: float | None
+
+    @classmethod
+    def of(cls, site: Site, node: Node) -> Observed:
+        """Return a site of a node (`sites_of`)."""
+        return cls(
+            site, line_of(node), _SATURATED.get(_function_of(node)) if site.operator else None
+        )
+
+
+def sums_of(observed: Observed, value: Tensor, *, follows_units: bool) -> Sums:
+    """Return the sums over a site's value. Nothing is copied to the host.
 
     Args:
-        site: a site of the node (`sites_of`).
-        node: the node.
+        observed: the site.
         value: its value, of any shape and floating dtype.
         follows_units: True to follow which units of the last dim are zero in every row.
     """
-    function = _function_of(node)
-    low = _SATURATED.get(function) if site.operator else None
+    line, low = observed.line, observed.low
     saturated, alive = None, None
     if low is not None:
         near = _NEAR * (1 - low)
@@ -91,11 +111,11 @@ def sums_of(site: Site, node: Node, value: Tensor, *, follows_units: bool) -> Su
         alive = (units != 0).any(0)
     if not value.numel():
         nothing = torch.zeros((), dtype=torch.float64, device=value.device)
-        return Sums(line_of(node), 0, nothing, nothing, nothing, saturated, alive)
+        return Sums(line, 0, nothing, nothing, nothing, saturated, alive)
     # norms of halves are summed in float32
     single = None if value.dtype == torch.float64 else torch.float32
     return Sums(
-        line_of(node),
+        line,
         value.numel(),
         torch.linalg.vector_norm(value, dtype=single).double().square(),
         torch.linalg.vector_norm(value, torch.inf, dtype=single).double(),
@@ -103,6 +123,25 @@ def sums_of(site: Site, node: Node, value: Tensor, *, follows_units: bool) -> Su
         saturated,
         alive,
     )
+
+
+def numbers_of(sums: Iterable[Sums]) -> Tensor:
+    """Return float64 (sites, 5) on the CPU: count, squares, zeros, saturated (0 if it is None),
+    greatest. All are copied from the device at once.
+    """
+    rows = [
+        torch.stack(
+            [
+                each.squares.new_tensor(each.count),
+                each.squares,
+                each.zeros,
+                torch.zeros_like(each.squares) if each.saturated is None else each.saturated,
+                each.greatest,
+            ]
+        )
+        for each in sums
+    ]
+    return torch.stack(rows).cpu() if rows else torch.zeros(0, 5, dtype=torch.float64)
 
 
 def _function_of(node: Node) -> Any:

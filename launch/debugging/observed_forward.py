@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from trainload.launching.debugging.activation_sums import Site, Sums, sites_of, sums_of
+from trainload.launching.debugging.activation_sums import Observed, Site, Sums, sites_of, sums_of
 from trainload.launching.debugging.node_origins import backward_begins
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
 from trainload.sharding.analysis.graph_nodes import computed_from
@@ -92,7 +92,10 @@ class _Forward(Interpreter):
                 copies[node] = part.node_copy(node, copies.__getitem__)
         part.output(())
         super().__init__(GraphModule(module, part))
-        self._sites: Mapping[Node, Sequence[Site]] = {copies[n]: each for n, each in sites.items()}
+        self._observed: Mapping[Node, Sequence[Observed]] = {
+            copies[node]: [Observed.of(site, node) for site in of_node]
+            for node, of_node in sites.items()
+        }
         self._follows_units = follows_units
         self._sums: list[tuple[Site, Sums]] = []
 
@@ -100,8 +103,8 @@ class _Forward(Interpreter):
         """Compute a node, and the sums over its value."""
         value = super().run_node(n)
         self._sums += [
-            (site, sums_of(site, n, value, follows_units=self._follows_units))
-            for site in self._sites.get(n, ())
+            (observed.site, sums_of(observed, value, follows_units=self._follows_units))
+            for observed in self._observed.get(n, ())
         ]
         return value
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainload.launching.debugging.activation_sums import Site, Sums
+from trainload.launching.debugging.activation_sums import Site, Sums, numbers_of
 from trainload.sharding.plans.plan import Plan
 
 _MANY = 0.9
@@ -152,20 +152,23 @@ def joined(turns: Iterable[tuple[str, Statistics]]) -> Statistics:
 
 def activation_statistics(sums: Mapping[Site, Sums]) -> tuple[ActivationStatistics, ...]:
     """Return the statistics of activations from their sums; sites without values are left out."""
+    rows = numbers_of(sums.values()).tolist()
     return tuple(
         ActivationStatistics(
             site.module,
             site.operator,
             site.number,
             each.line,
-            math.sqrt(each.squares.item() / each.count),
-            each.greatest.item(),
-            each.zeros.item() / each.count,
+            math.sqrt(squares / count),
+            greatest,
+            zeros / count,
             None if each.alive is None else 1 - each.alive.double().mean().item(),
-            None if each.saturated is None else each.saturated.item() / each.count,
+            None if each.saturated is None else saturated / count,
         )
-        for site, each in sums.items()
-        if each.count
+        for (site, each), (count, squares, zeros, saturated, greatest) in zip(
+            sums.items(), rows, strict=True
+        )
+        if count
     )
 
 

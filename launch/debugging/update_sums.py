@@ -50,7 +50,8 @@ class UpdateSums:
             tuple(arguments[UPDATE_SCALARS + count : UPDATE_SCALARS + 2 * count])
         )
         places = {name: place for place, name in enumerate(self.parameters)}
-        sums = torch.zeros(len(places), 3, dtype=torch.float64)
+        rows: list[Tensor] = []
+        of_rows: list[int] = []
         results = step.in_turn(*arguments)
         next(results)  # norm and loss scale
         seen: set[str] = set()
@@ -62,11 +63,15 @@ class UpdateSums:
                 continue
             scaled, change = gradient / arguments[0], new - param
             for name, low, high in parameters_within(self.plan, self.rank, bucket, len(param)):
-                values = torch.stack([_square(v[low:high]) for v in (param, scaled, change)])
+                values = [_square(value[low:high]) for value in (param, scaled, change)]
                 if bucket.name in seen:  # another of its groups: the same elements
-                    values[:2] = 0
-                sums[places[name]] += values.cpu()
+                    values[:2] = [torch.zeros_like(values[2])] * 2
+                rows.append(torch.stack(values))
+                of_rows.append(places[name])
             seen.add(bucket.name)
+        sums = torch.zeros(len(places), 3, dtype=torch.float64)
+        if rows:
+            sums.index_add_(0, torch.tensor(of_rows), torch.stack(rows).cpu())
         return sums
 
     def _counts(self, bucket: Bucket) -> bool:

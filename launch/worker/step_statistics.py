@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainload.launching.debugging.activation_sums import Site, Sums
+from trainload.launching.debugging.activation_sums import Site, Sums, numbers_of
 from trainload.launching.debugging.observed_forward import ObservedForwards
 from trainload.launching.debugging.replicas import (
     UnequalCopies,
@@ -107,36 +106,26 @@ class StepStatistics:
         alike = self._alike
         if alike is None:
             return own
-        totals = torch.tensor(
-            [
-                [each.count, *(n.item() for n in (each.squares, each.zeros, _or_zero(each)))]
-                for each in own.values()
-            ],
-            dtype=torch.float64,
-        )
-        greatest = torch.tensor(
-            [each.greatest.item() for each in own.values()], dtype=torch.float64
-        )
+        numbers = numbers_of(own.values())
+        totals, greatest = numbers[:, :4].contiguous(), numbers[:, 4].contiguous()
         _reduce(totals, dist.ReduceOp.SUM, alike)
         _reduce(greatest, dist.ReduceOp.MAX, alike)
         summed = {
             site: Sums(
                 each.line,
-                int(numbers[0]),
-                numbers[1],
+                int(count),
+                squares,
                 most,
-                numbers[2],
-                None if each.saturated is None else numbers[3],
+                zeros,
+                None if each.saturated is None else saturated,
             )
-            for (site, each), numbers, most in zip(own.items(), totals, greatest, strict=True)
+            for (site, each), (count, squares, zeros, saturated), most in zip(
+                own.items(), totals, greatest, strict=True
+            )
         }
         is_first = dist.get_rank(alike) == 0
         stages = gathered(summed if is_first else {}, self._search.control)
         return {site: each for stage in stages for site, each in stage.items()}
-
-
-def _or_zero(sums: Sums) -> Tensor:
-    return torch.zeros(()) if sums.saturated is None else sums.saturated
 
 
 def _reduce(
