@@ -1,0 +1,248 @@
+"""Profile the next steps of a run that is running."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainload.core.atomic import create_file
+from trainload.core.errors import RequestError, StorageError, TrainingError
+from trainload.launching.profiling.profile_files import read_profile, trace_file
+from trainload.launching.profiling.profile_result import RankProfile
+from trainload.launching.run.driver import other_driver
+from trainload.launching.run.journal import Event, Follower
+from trainload.launching.run.profile_request import PROFILE_FILE, ProfileRequest
+from trainload.launching.run.run_directory import RUN_FILE
+from trainload.launching.run.run_place import files_of, place_name, record_files
+from trainload.launching.run.run_state import RunState, read_state
+from trainload.launching.run.working_copy import RunFiles, viewed
+
+_LOOK_SECONDS = 0.2
+_LOOK_SECONDS_AT_URL = 1.0
+_GONE_SECONDS = 60.0
+"""Time after which a request that is gone without a result has been withdrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Profile of some steps of a run.
+
+    Attributes:
+        run: folder or URL of the run.
+        step: number of the first profiled step, from 1.
+        steps: number of profiled steps, fewer than requested if the run had fewer left.
+        folder: folder or URL of the files: for each rank a trace in Chrome's format,
+            `rank-N.trace.json.gz`, and its tables, `rank-N.json`.
+        ranks: the profile of each rank that was requested.
+        seconds: time for which the run waited.
+
+    Example:
+        def slowest_lines(run_dir: str) -> list[str]:
+            profile = trainload.profile(run_dir, steps=3)
+            return [line.line for line in profile.ranks[0].interpreted.lines[:5]]
+    """
+
+    run: str
+    step: int
+    steps: int
+    folder: str
+    ranks: tuple[RankProfile, ...]
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {
+            "run": self.run,
+            "step": self.step,
+            "steps": self.steps,
+            "folder": self.folder,
+            "seconds": round(self.seconds, 3),
+            "ranks": [
+                {"trace": f"{self.folder}/{trace_file(each.rank)}", **each.as_json()}
+                for each in self.ranks
+            ],
+        }
+
+
+def profile(
+    run_dir: str | Path,
+    *,
+    steps: int = 3,
+    rank: int | Sequence[int] = 0,
+    trace_only: bool = False,
+) -> Profile:
+    """Profile the next steps of a run that is running, and wait for the result.
+
+    The steps are traced as they run. Then all ranks compute forward and backward of the last step
+    twice more, interpreted, and the requested ranks measure time by line and memory by module. The
+    run's results do not change.
+
+    Args:
+        run_dir: folder or URL of the run.
+        steps: number of steps.
+        rank: rank, or ranks, to profile.
+        trace_only: True to leave out the interpreted graphs, which need more memory than compiled
+            ones.
+
+    Raises:
+        RequestError: the number of steps is not positive, or the run does not have the rank.
+        StorageError: there is no such run, it is not running, another profile of it is not
+            complete, or its storage cannot be reached.
+        TrainingError: the run has ended, or its attempt has failed, before the profile was
+            complete.
+
+    Example:
+        profile = trainload.profile("runs/first", steps=2)
+        print(profile.ranks[0].operators[0], profile.folder)
+    """
+    ranks = (rank,) if isinstance(rank, int) else tuple(dict.fromkeys(rank))
+    with viewed(run_dir) as files:
+        follower = Follower(files.folder, from_end=True)
+        request = request_profile(files, steps, ranks, trace_only=trace_only)
+        event = _wait_for(files, follower, request)
+        if event.data["error"]:
+            raise TrainingError(
+                "the profile is not complete",
+                where=place_name(files.folder),
+                got=event.data["error"],
+                hint="Request it again.",
+            )
+        first = event.data["step"] + 1
+        records = record_files(files.folder)
+        return Profile(
+            place_name(files.folder),
+            first,
+            event.data["steps"],
+            f"{place_name(files.folder)}/{event.data['where']}",
+            tuple(read_profile(records, first, each) for each in ranks),
+            event.data["seconds"],
+        )
+
+
+def request_profile(
+    files: RunFiles, steps: int, ranks: Sequence[int], *, trace_only: bool = False
+) -> ProfileRequest:
+    """Request a profile of a run's next steps, without waiting for it.
+
+    Args:
+        files: the run.
+        steps: number of steps.
+        ranks: ranks to profile.
+        trace_only: see `profile`.
+
+    Returns:
+        The request.
+
+    Raises:
+        RequestError, StorageError: see `profile`.
+    """
+    if steps < 1:
+        raise RequestError(
+            "there is nothing to profile", where="steps", expected="1 or more", got=str(steps)
+        )
+    if not ranks:
+        raise RequestError(
+            "there is nothing to profile", where="rank", expected="a rank", got="none"
+        )
+    state = _require_alive(files)
+    _check_ranks(ranks, state.summary.world)
+    request = ProfileRequest(secrets.token_hex(8), steps, tuple(ranks), trace_only)
+    place = place_name(files.folder)
+    remote = files_of(files.folder)
+    try:
+        is_created = (
+            create_file(files.folder / PROFILE_FILE, request.to_json())
+            if remote is None
+            else remote.create(PROFILE_FILE, request.to_json())
+        )
+    except OSError as error:
+        raise StorageError(
+            f"the request cannot be written: {error.strerror}", where=place
+        ) from error
+    if not is_created:
+        raise StorageError(
+            "another profile of the run is not complete yet",
+            where=f"{place}/{PROFILE_FILE}",
+            hint="Wait for it, and request this one again.",
+        )
+    return request
+
+
+def _check_ranks(ranks: Sequence[int], world: int) -> None:
+    """Raise RequestError if a run of `world` ranks, 0 if that is unknown, lacks one of `ranks`."""
+    unknown = [rank for rank in ranks if rank < 0 or (world and rank >= world)]
+    if unknown:
+        raise RequestError(
+            "the run does not have this rank",
+            where="rank",
+            expected=f"0 to {world - 1}" if world else "0 or more",
+            got=", ".join(map(str, unknown)),
+        )
+
+
+def _require_alive(files: RunFiles) -> RunState:
+    """Return the state of a run that is running.
+
+    Raises StorageError if it is not.
+    """
+    place = place_name(files.folder)
+    if not (files.folder / RUN_FILE).exists():
+        raise StorageError(
+            "there is no such run",
+            where=place,
+            hint="Pass what was passed to `trainload launch --run-dir`.",
+        )
+    state = read_state(files.folder)
+    if state is None or not _is_alive(files, state):
+        raise StorageError(
+            "the run is not running",
+            where=place,
+            got="no state" if state is None else f"phase {state.phase}",
+            hint="Only steps of a running job can be profiled. `trainload debug --statistics`"
+            " computes a step of any run again.",
+        )
+    return state
+
+
+def _is_alive(files: RunFiles, state: RunState) -> bool:
+    """Return True if a run has a driver; the clock of a machine that drives a run at a URL may
+    differ from this one's.
+    """
+    return state.alive or (
+        not state.over and files.is_at_url and other_driver(files.folder) is not None
+    )
+
+
+def _wait_for(files: RunFiles, follower: Follower, request: ProfileRequest) -> Event:
+    """Return the event that reports the end of a profile.
+
+    Raises:
+        TrainingError: there will be none.
+    """
+    gone_since: float | None = None
+    while True:
+        files.update()
+        state = read_state(files.folder)
+        is_alive = state is not None and _is_alive(files, state)
+        is_gone = not (files.folder / PROFILE_FILE).exists()
+        for event in follower.new():  # after the state, so that a last event is not missed
+            if event.kind == "profile" and event.data["id"] == request.id:
+                return event
+        now = time.monotonic()
+        gone_since = (gone_since or now) if is_gone else None
+        if not is_alive or (gone_since is not None and now - gone_since > _GONE_SECONDS):
+            raise TrainingError(
+                "the run has ended before the profile was complete"
+                if not is_alive
+                else "the request was withdrawn",
+                where=place_name(files.folder),
+                got="no state" if state is None else f"phase {state.phase}",
+                hint="Request fewer steps, or a profile of a longer run."
+                if not is_alive
+                else "Request it again.",
+            )
+        time.sleep(_LOOK_SECONDS_AT_URL if files.is_at_url else _LOOK_SECONDS)
