@@ -18,6 +18,7 @@ from trainload.launching.run.journal import Event, Follower
 from trainload.launching.run.profile_request import PROFILE_FILE, ProfileRequest
 from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_place import files_of, place_name, record_files
+from trainload.launching.run.run_spec import read_spec
 from trainload.launching.run.run_state import RunState, read_state
 from trainload.launching.run.working_copy import RunFiles, viewed
 
@@ -78,8 +79,8 @@ def profile(
     """Profile the next steps of a run that is running, and wait for the result.
 
     The steps are traced as they run. Then all ranks compute forward and backward of the last step
-    twice more, interpreted, and the requested ranks measure time by line and memory by module. The
-    run's results do not change.
+    again, interpreted, and the requested ranks measure time by line and memory by module. The run's
+    results do not change.
 
     Args:
         run_dir: folder or URL of the run.
@@ -149,7 +150,7 @@ def request_profile(
             "there is nothing to profile", where="rank", expected="a rank", got="none"
         )
     state = _require_alive(files)
-    _check_ranks(ranks, state.summary.world)
+    _check_ranks(ranks, state.summary.world or read_spec(files.folder).plan.world_size)
     request = ProfileRequest(secrets.token_hex(8), steps, tuple(ranks), trace_only)
     place = place_name(files.folder)
     remote = files_of(files.folder)
@@ -173,13 +174,13 @@ def request_profile(
 
 
 def _check_ranks(ranks: Sequence[int], world: int) -> None:
-    """Raise RequestError if a run of `world` ranks, 0 if that is unknown, lacks one of `ranks`."""
-    unknown = [rank for rank in ranks if rank < 0 or (world and rank >= world)]
+    """Raise RequestError if a run of `world` ranks lacks one of `ranks`."""
+    unknown = [rank for rank in ranks if not 0 <= rank < world]
     if unknown:
         raise RequestError(
             "the run does not have this rank",
             where="rank",
-            expected=f"0 to {world - 1}" if world else "0 or more",
+            expected=f"0 to {world - 1}",
             got=", ".join(map(str, unknown)),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,8 @@ class _Place(NamedTuple):
     module: str
     line: str
     is_backward: bool
-    collective: str
+    collective: str = ""
+    is_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +58,26 @@ class _GraphNotes:
     origins: Mapping[Node, Leaves]
 
 
-@dataclass(slots=True)
 class _Clock:
-    """Sum of the time of operators by place: of this thread, or of the GPU's current stream."""
+    """Times of the operators of one pass, in order: of this thread, or of the GPU's stream."""
 
-    is_gpu: bool
-    _seconds: defaultdict[_Place, float] = field(default_factory=lambda: defaultdict(float))
-    _events: list[tuple[_Place, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    calls: Counter[_Place] = field(default_factory=Counter)
+    def __init__(self, *, is_gpu: bool) -> None:
+        self._is_gpu = is_gpu
+        self._times: list[tuple[_Place, Any, Any]] = []
 
-    def begin(self) -> Any:
-        if not self.is_gpu:
-            return time.perf_counter()
-        return _recorded_event()
+    def now(self) -> Any:
+        """Return the time: in seconds, or an event of the GPU."""
+        return _recorded_event() if self._is_gpu else time.perf_counter()
 
-    def end(self, began: Any, place: _Place) -> None:
-        if not self.is_gpu:
-            self._seconds[place] += time.perf_counter() - began
-            return
-        self._events.append((place, began, _recorded_event()))
+    def took(self, place: _Place, began: Any, ended: Any) -> None:
+        """Take the time of an operator."""
+        self._times.append((place, began, ended))
 
-    def seconds(self) -> Mapping[_Place, float]:
-        """Return the sums. The GPU must have finished."""
-        for place, began, ended in self._events:
-            self._seconds[place] += began.elapsed_time(ended) / 1e3
-        self._events = []
-        return self._seconds
+    def times(self) -> list[tuple[_Place, float]]:
+        """Return the seconds of each operator. The GPU must have finished."""
+        if self._is_gpu:
+            return [(place, began.elapsed_time(end) / 1e3) for place, began, end in self._times]
+        return [(place, ended - began) for place, began, ended in self._times]
 
 
 def _recorded_event() -> torch.cuda.Event:
@@ -94,8 +89,9 @@ def _recorded_event() -> torch.cuda.Event:
 class InterpretedPass:
     """Measurement of the graphs of a turn.
 
-    A turn is computed twice: `begin` is called before each time. The first time warms up and finds
-    the peak of the memory, the second one is measured.
+    A turn is computed several times, and `begin` is called before each. The first time warms up and
+    finds the peak of the memory. An operator's time is the least of all, since other threads of the
+    process delay single operators by milliseconds.
 
     Args:
         plan: plan of the graphs.
@@ -108,7 +104,7 @@ class InterpretedPass:
         self._plan, self._rank, self._device, self._state = plan, rank, device, state
         self._notes: dict[GraphModule, _GraphNotes] = {}
         self._backward: frozenset[str] = frozenset()
-        self.clock = _Clock(device.type == "cuda")
+        self._clocks: list[_Clock] = []
         self.live = LiveTensors(device)
         self._at = ""
 
@@ -129,12 +125,17 @@ class InterpretedPass:
         )
 
     def begin(self) -> None:
-        """Begin to measure anew."""
-        self.clock = _Clock(self.clock.is_gpu)
+        """Begin a pass."""
+        self._clocks.append(_Clock(is_gpu=self._device.type == "cuda"))
         self.live = LiveTensors(self._device, self.live.peak_at or None)
         for origin, tensors in self._state.items():
             for tensor in tensors:
                 self.live.see(tensor, origin)
+
+    @property
+    def clock(self) -> _Clock:
+        """The clock of this pass."""
+        return self._clocks[-1]
 
     def look(self, graph: BuiltGraph, node: Node, value: Any, origins: Leaves) -> None:
         """Take the value of a node."""
@@ -170,20 +171,21 @@ class InterpretedPass:
         return _GraphNotes(places, origins_of(module, graph, begin))
 
     def result(self, estimate: Estimate) -> InterpretedProfile:
-        """Return what was measured since the last `begin`.
+        """Return what was measured.
 
         Args:
             estimate: the plan's estimate for this rank.
         """
-        if self.clock.is_gpu:
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         lines: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         collectives: defaultdict[str, float] = defaultdict(float)
         calls: Counter[str] = Counter()
-        for place, seconds in self.clock.seconds().items():
+        for passes in zip(*(clock.times() for clock in self._clocks), strict=True):
+            place, seconds = passes[0][0], min(seconds for _, seconds in passes)
             if place.collective:
                 collectives[place.collective] += seconds
-                calls[place.collective] += self.clock.calls[place]
+                calls[place.collective] += not place.is_wait
             else:
                 lines[place.module, place.line][place.is_backward] += seconds
         times = [LineTime(*key, *both) for key, both in lines.items()]
@@ -255,10 +257,9 @@ class _MeasuredCall(Interpreter):
             value = super().run_node(n)
         else:
             clock = self._owner.clock
-            began = clock.begin()
+            began = clock.now()
             value = super().run_node(n)
-            clock.end(began, place)
-            clock.calls[place] += n.target is not _WAIT
+            clock.took(place, began, clock.now())
         if n.op != "output":
             self._owner.look(self._graph, n, value, self._notes.origins[n])
         return value
@@ -266,13 +267,13 @@ class _MeasuredCall(Interpreter):
 
 def _place_of(node: Node, *, is_backward: bool) -> _Place:
     if not is_collective(node):
-        return _Place(module_of(node), line_of(node), is_backward, "")
+        return _Place(module_of(node), line_of(node), is_backward)
     source = node
     while source.target is _WAIT and isinstance(source.args[0], Node):
         source = source.args[0]
     target: Any = source.target
     name = target.overloadpacket.__name__ if is_overload(target) else str(target)
-    return _Place("", "", is_backward, name)
+    return _Place("", "", is_backward, name, is_wait=node.target is _WAIT)
 
 
 def _leaves(value: Any) -> Sequence[Any]:

@@ -32,8 +32,8 @@ class OperatorTime:
     """Operators, kernels or ranges of one name in the profiled steps.
 
     Attributes:
-        name: name of the operator; "graph ...", "update ..." for the code of a compiled graph that
-            calls none.
+        name: name of the operator; "compiled kernels" for what compiled graphs compute on CPUs
+            without operators; "step", "graph ...", "update ..." for the rest of these ranges.
         calls: number of calls per step.
         seconds: time per step that was not spent in other operators: on the device, or on a CPU.
     """

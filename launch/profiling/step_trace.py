@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,11 @@ from trainload.launching.profiling.profile_result import OperatorTime
 
 _MOST_OPERATORS = 100
 """Maximum number of operators in the table."""
+STEP = "step"
+COMPILED = "compiled kernels"
+"""Name for what compiled graphs compute without calling operators, on CPUs."""
+_INDUCTOR = "## Call CompiledFxGraph"
+"""Beginning of the name of the range in which torch runs a compiled graph."""
 GRAPH = "graph "
 UPDATE = "update "
 """Beginnings of the names of ranges, before the name of a graph or an update within the build."""
@@ -58,17 +64,25 @@ class StepTrace:
 
     def operators(self, steps: int) -> tuple[OperatorTime, ...]:
         """Return what took the most time, the longest first, per step of `steps`."""
-        times = [
-            OperatorTime(
-                each.key,
-                each.count / steps,
-                (each.self_device_time_total if self._is_gpu else each.self_cpu_time_total)
-                / (1e6 * steps),
-            )
-            for each in self._profiler.key_averages()
-        ]
-        shown = [each for each in times if each.seconds > 0]
-        return tuple(sorted(shown, key=lambda each: -each.seconds)[:_MOST_OPERATORS])
+        calls: defaultdict[str, float] = defaultdict(float)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for each in self._profiler.key_averages():
+            name = _name_of(each.key)
+            time = each.self_device_time_total if self._is_gpu else each.self_cpu_time_total
+            calls[name] += each.count / steps
+            seconds[name] += time / (1e6 * steps)
+        ordered = sorted(seconds, key=lambda name: -seconds[name])
+        shown = [name for name in ordered if seconds[name] > 0]
+        return tuple(
+            OperatorTime(name, calls[name], seconds[name]) for name in shown[:_MOST_OPERATORS]
+        )
+
+
+def _name_of(key: str) -> str:
+    """Return the name under which an operator, kernel or range is listed."""
+    if key.startswith(_INDUCTOR):
+        return COMPILED
+    return STEP if key.startswith(f"{STEP} ") else key
 
 
 def span(name: str) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,7 @@ from trainload.launching.profiling.profile_result import (
     Kind,
     RankProfile,
 )
-from trainload.launching.profiling.step_trace import StepTrace, span, spans_of, with_spans
+from trainload.launching.profiling.step_trace import STEP, StepTrace, span, spans_of, with_spans
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Wanted
 from trainload.launching.run.profile_request import ProfileRequest
@@ -39,8 +39,8 @@ from trainload.packaging.package import Package
 from trainload.sharding.plans.estimate import of_rank
 from trainload.sharding.plans.plan import Plan
 
-PASSES = 2
-"""Passes of the interpreted graphs: the first one warms up."""
+PASSES = 3
+"""Passes of the interpreted graphs."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,8 @@ class Profiling:
     _asked: ProfileRequest | None = None
     _is_wanted: bool = False
     _last_id: str = ""
-    _recording: _Recording | None = field(default=None)
+    _recording: _Recording | None = None
+    _interpreted: Built | None = None
 
     def __enter__(self) -> None:
         return None
@@ -173,7 +174,7 @@ class Profiling:
     @contextmanager
     def _timed_step(self, step: int) -> Iterator[None]:
         began = time.perf_counter()
-        with self.span(f"step {step + 1}"):
+        with self.span(f"{STEP} {step + 1}"):
             yield
         if self._recording is not None:
             self._recording.seconds += time.perf_counter() - began
@@ -253,10 +254,11 @@ class Profiling:
             Times and memory of this rank; None if it is not profiled.
         """
         index = self.plan.pipeline_index(self.rank)
-        built = uncompiled_build(
-            self.package, self.plan, self.device, index, evaluates=False, sources=True
-        )
-        measured = None
+        if self._interpreted is None:  # deriving the graphs takes longer than calling them
+            self._interpreted = uncompiled_build(
+                self.package, self.plan, self.device, index, evaluates=False, sources=True
+            )
+        built, measured = self._interpreted, None
         if self.rank in request.ranks:
             measured = InterpretedPass(self.plan, self.rank, self.device, _state(self.engine.held))
             built = measured.measured(built)

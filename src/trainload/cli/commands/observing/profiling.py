@@ -1,0 +1,264 @@
+"""The command that profiles a running job, or measures this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainload.cli.commands.planning import KINDS, measure_machine
+from trainload.cli.commands.shared import (
+    LocalPath,
+    RunPlace,
+    err,
+    json_option,
+    out,
+    positive,
+    print_json,
+)
+from trainload.cli.view import tables as view
+from trainload.cli.view.column_table import Columns
+from trainload.core.formatting import size
+from trainload.launching.run.run_place import place_name
+
+if TYPE_CHECKING:
+    from trainload.launching.api.profile_run import Profile
+    from trainload.launching.profiling.profile_result import (
+        InterpretedProfile,
+        LineTime,
+        RankProfile,
+    )
+    from trainload.sharding.plans.plan import DeviceKind
+
+_MOST_ROWS = 12
+"""Maximum number of rows of a table; the files have all."""
+_NO_MODULE = "the model or the loss"
+_OF_MACHINE = ("output", "device", "workers", "name")
+_OF_RUN = ("steps", "ranks", "trace_only", "wait")
+
+
+@click.command(short_help="Profile a running job, or this machine.")
+@click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=RunPlace(reads=True))
+@click.option(
+    "--steps", type=positive, default=3, metavar="N", show_default=True, help="Number of steps."
+)
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="N",
+    help="Rank to profile, repeatable. Default: 0.",
+)
+@click.option("--trace-only", is_flag=True, help="Leave out the interpreted graphs.")
+@click.option("--wait/--no-wait", default=True, help="Wait for the result.  [default: wait]")
+@click.option(
+    "-o",
+    "--output",
+    type=LocalPath(),
+    metavar="FILE",
+    help="Without RUN_DIR: write the machine's profile.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(KINDS),
+    default="cpu",
+    show_default=True,
+    help="Kind of device of the machine.",
+)
+@click.option(
+    "--workers",
+    type=positive,
+    metavar="N",
+    default=2,
+    show_default=True,
+    help="Processes that measure the machine's links.",
+)
+@click.option("--name", metavar="NAME", help="Name of the machine's device. Default: FILE's.")
+@json_option
+@click.pass_context
+def profile(
+    context: click.Context,
+    run_dir: Path | None,
+    steps: int,
+    ranks: tuple[int, ...],
+    trace_only: bool,
+    wait: bool,
+    output: Path | None,
+    device: DeviceKind,
+    workers: int,
+    name: str | None,
+    as_json: bool,
+) -> None:
+    """Profile the next steps of a running job: a trace for Perfetto, time by module and line,
+    memory by kind and module.
+
+    The steps are traced as they run. Then the ranks compute the last one again, interpreted, for
+    the tables by line and module; this needs more memory than a compiled step, and --trace-only
+    leaves it out. Results do not change. Files: RUN_DIR/profiles/STEP.
+
+    Without RUN_DIR, measure the speed of this machine's devices and links for `trainload plan
+    --device FILE`. Takes a minute; nothing else should run at the same time.
+
+    Exit status: 1 if the run ended or failed before the profile was complete, 2 if it is not
+    running.
+    """
+    _check_options(context, of_run=run_dir is not None)
+    if run_dir is None:
+        if output is None:
+            raise click.UsageError("Pass RUN_DIR, or -o FILE to measure this machine.")
+        measure_machine(output, device, workers, name, as_json=as_json)
+    else:
+        _profile_run(run_dir, steps, ranks or (0,), trace_only, wait, as_json)
+
+
+def _check_options(context: click.Context, *, of_run: bool) -> None:
+    """Raise UsageError if an option of the other use of the command is passed."""
+    for name in _OF_MACHINE if of_run else _OF_RUN:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = "rank" if name == "ranks" else name.replace("_", "-")
+            with_or_without = "with" if of_run else "without"
+            raise click.UsageError(f"--{option} cannot be used {with_or_without} RUN_DIR.")
+
+
+def _profile_run(
+    run_dir: Path,
+    steps: int,
+    ranks: tuple[int, ...],
+    trace_only: bool,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    from trainload.launching.api import profile_run
+    from trainload.launching.run.working_copy import RunFiles
+
+    if not wait:
+        files = RunFiles(run_dir, journal=False)
+        files.update()
+        request = profile_run.request_profile(files, steps, ranks, trace_only=trace_only)
+        if as_json:
+            print_json({"run": place_name(run_dir), "id": request.id})
+        else:
+            err().print("profile requested; `trainload logs` shows when it is complete")
+        return
+    err().print(f"waiting for {steps} steps of the run", highlight=False)
+    found = profile_run.profile(run_dir, steps=steps, rank=ranks, trace_only=trace_only)
+    if as_json:
+        print_json(found.as_json())
+        return
+    for each in found.ranks:
+        _show(found, each)
+
+
+def _show(found: Profile, rank: RankProfile) -> None:
+    steps = f"{rank.step}" if rank.steps == 1 else f"{rank.step} to {rank.step + rank.steps - 1}"
+    trace = found.as_json()["ranks"][found.ranks.index(rank)]["trace"]
+    lines = [
+        ("rank", f"{rank.rank} on {rank.host}"),
+        (
+            "steps",
+            f"{steps}, {_time(rank.seconds)} each; then the run waited {found.seconds:.1f} s",
+        ),
+        ("trace", f"{trace}, for https://ui.perfetto.dev"),
+        ("process", f"{size(rank.process_bytes)} in use"),
+    ]
+    if rank.interpreted is not None:
+        lines.append(("peak", view.relative_path(rank.interpreted.at)))
+    out().print(view.table(lines))
+    out().print(_operators(rank))
+    if rank.interpreted is not None:
+        out().print(_lines(rank.interpreted))
+        out().print(_modules(rank.interpreted))
+        if rank.interpreted.collectives:
+            out().print(_collectives(rank.interpreted))
+        out().print(_memory(rank.interpreted))
+        out().print(_memory_by_module(rank.interpreted))
+
+
+def _operators(rank: RankProfile) -> Columns:
+    numbers = ("calls", "time", "share")
+    title = "operators and kernels of a step, as it ran"
+    table = Columns(("operator", *numbers), title=title, right=numbers)
+    total = sum(each.seconds for each in rank.operators)
+    for each in rank.operators[:_MOST_ROWS]:
+        table.add(each.name, f"{each.calls:.3g}", _time(each.seconds), _share(each.seconds, total))
+    return table
+
+
+def _lines(found: InterpretedProfile) -> Columns:
+    """Return a table of lines, each with the modules that call it, such as the layers of a kind."""
+    numbers = ("forward", "backward", "share")
+    title = "time by line, in the interpreted graphs"
+    table = Columns(("line", *numbers, "module"), title=title, right=numbers)
+    total = sum(each.seconds for each in found.lines)
+    for line, parts in _longest(found, lambda each: each.line):
+        module = parts[0].module or _NO_MODULE
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        table.add(view.relative_path(line) or "unknown", *_times(parts, total), module + more)
+    return table
+
+
+def _modules(found: InterpretedProfile) -> Columns:
+    numbers = ("forward", "backward", "share")
+    title = "time by module, in the interpreted graphs"
+    table = Columns(("module", *numbers), title=title, right=numbers)
+    total = sum(each.seconds for each in found.lines)
+    for module, parts in _longest(found, lambda each: each.module):
+        table.add(module or _NO_MODULE, *_times(parts, total))
+    return table
+
+
+def _longest(
+    found: InterpretedProfile, key: Callable[[LineTime], str]
+) -> list[tuple[str, list[LineTime]]]:
+    """Return the entries that have a key in common, for the keys that take the most time."""
+    grouped: dict[str, list[LineTime]] = {}
+    for each in found.lines:
+        grouped.setdefault(key(each), []).append(each)
+    ordered = sorted(grouped.items(), key=lambda group: -sum(each.seconds for each in group[1]))
+    return ordered[:_MOST_ROWS]
+
+
+def _times(parts: Sequence[LineTime], total: float) -> tuple[str, str, str]:
+    forward, backward = sum(each.forward for each in parts), sum(each.backward for each in parts)
+    return _time(forward), _time(backward), _share(forward + backward, total)
+
+
+def _collectives(found: InterpretedProfile) -> Columns:
+    title = "collectives, in the interpreted graphs"
+    table = Columns(("collective", "calls", "time"), title=title, right=("calls", "time"))
+    for each in found.collectives:
+        table.add(each.operator, str(each.calls), _time(each.seconds))
+    return table
+
+
+def _memory(found: InterpretedProfile) -> Columns:
+    numbers = ("at the peak", "most", "plan")
+    title = "memory by kind, in the interpreted graphs"
+    table = Columns(("kind", *numbers), title=title, right=numbers)
+    for each in found.memory:
+        plan = "" if each.estimate is None else size(each.estimate)
+        table.add(each.kind, size(each.peak), size(each.most), plan)
+    table.add("all", size(sum(each.peak for each in found.memory)))
+    return table
+
+
+def _memory_by_module(found: InterpretedProfile) -> Columns:
+    table = Columns(
+        ("module", "memory", "of these"), title="memory by module at the peak", right=("memory",)
+    )
+    for each in found.modules[:_MOST_ROWS]:
+        kinds = sorted(each.kinds.items(), key=lambda entry: -entry[1])
+        named = ", ".join(f"{kind} {size(count)}" for kind, count in kinds)
+        table.add(each.module or _NO_MODULE, size(each.bytes), named)
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _share(part: float, total: float) -> str:
+    return f"{part / total:.0%}" if total else ""
