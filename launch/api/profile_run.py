@@ -198,11 +198,17 @@ def _require_alive(files: RunFiles) -> RunState:
             hint="Pass what was passed to `trainload launch --run-dir`.",
         )
     state = read_state(files.folder)
-    if state is None or not _is_alive(files, state):
+    if state is None:
+        raise StorageError(
+            "the run has not reported anything yet",
+            where=place,
+            hint="Try again after it has started.",
+        )
+    if not _is_alive(files, state):
         raise StorageError(
             "the run is not running",
             where=place,
-            got="no state" if state is None else f"phase {state.phase}",
+            got=f"phase {state.phase}",
             hint="Only steps of a running job can be profiled. `trainload debug --statistics`"
             " computes a step of any run again.",
         )

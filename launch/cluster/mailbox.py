@@ -7,6 +7,7 @@ Neither side needs the run's storage to send messages. Only the driver writes th
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +55,7 @@ class NodeReport:
     events: list[Event]
     beats: list[Beat]
     printed: dict[int, str]
-    met: list[Wanted]
+    met: Sequence[Wanted]
     failure: TrainloadError | None
 
 

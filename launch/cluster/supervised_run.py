@@ -143,9 +143,8 @@ class SupervisedRun:
         with logged_suppress(_log, "it is unknown whether a profile is requested", OSError):
             request = asked_profile(self.run_dir)
         if request is not None:
-            self.journal.write(
-                "profile", id=request.id, error="the attempt that it was asked of ended"
-            )
+            error = "the attempt ended before the profile was complete"
+            self.journal.write("profile", id=request.id, error=error)
             self.check_driver()
             withdraw(self.run_dir, request)
 

@@ -101,7 +101,8 @@ class Uneven(nn.Module):
 
 
 def uneven_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(batch["x"]).square().mean()
+    loss: Tensor = model(batch["x"]).square().mean()
+    return loss
 
 
 def uneven_package(folder: Path) -> Package:
