@@ -41,7 +41,7 @@ State = Mapping[Origin, Sequence[Tensor]]
 
 
 class _Place(NamedTuple):
-    """What the time of a node counts for: a line of the user's code, or a collective."""
+    """A line of the user's code, or a collective, for which the time of a node counts."""
 
     module: str
     line: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
 from trainload.launching.profiling.profile_result import OperatorTime
 
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MOST_OPERATORS = 100
 """Maximum number of operators in the table."""
 STEP = "step"
@@ -40,6 +42,10 @@ class StepTrace:
 
     def __init__(self, device: torch.device, rank: int, step: int) -> None:
         self._is_gpu = device.type == "cuda"
+        if not self._is_gpu:
+            # otherwise torch prints two lines for each trace to standard error (torch 2.13); on
+            # GPUs the same setting would hide errors
+            os.environ.setdefault(_LOG_LEVEL, "6")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_gpu else [])]
         self._profiler = profile(activities=activities)
         self._metadata = {"rank": rank, "host": socket.gethostname(), "step": step}

@@ -55,7 +55,7 @@ REQUESTS = tuple(_FILES)
 REQUEST_FILES = (*_FILES.values(), PROFILE_FILE)
 """Names of the files of all requests."""
 Wanted: TypeAlias = Request | ProfileRequest
-"""What a run is asked to do first. A profile waits for the other requests."""
+"""The pending request of a run. A profile waits for the other requests."""
 
 
 def asked_by_file(run_dir: Path) -> Wanted:

@@ -251,6 +251,21 @@ def test_a_profile_that_the_run_does_not_complete_is_an_error(
     assert not (run_dir / PROFILE_FILE).exists()
 
 
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    package: Package, plan: Plan, rows: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def ask() -> int:
+        (run_dir / "profiles").write_bytes(b"")
+        with pytest.raises(TrainingError, match="rank 0 cannot write its profile"):
+            trainload.profile(run_dir, trace_only=True)
+        return len(read_events(run_dir))
+
+    written = while_it_runs(ask, package, plan, rows, run_dir, backend="local")
+    assert any(event.kind == "step" for event in read_events(run_dir)[written:])
+
+
 def test_a_second_request_waits_for_the_first(
     package: Package, plan: Plan, rows: Path, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ _OF_MACHINE = ("output", "device", "workers", "name")
 _OF_RUN = ("steps", "ranks", "trace_only", "wait")
 
 
-@click.command(short_help="Profile a running job, or this machine.")
+@click.command(short_help="Profile a running job.")
 @click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=RunPlace(reads=True))
 @click.option(
     "--steps", type=positive, default=3, metavar="N", show_default=True, help="Number of steps."
@@ -52,21 +52,21 @@ _OF_RUN = ("steps", "ranks", "trace_only", "wait")
     metavar="N",
     help="Rank to profile, repeatable. Default: 0.",
 )
-@click.option("--trace-only", is_flag=True, help="Leave out the interpreted graphs.")
+@click.option("--trace-only", is_flag=True, help="No pass of the interpreted graphs.")
 @click.option("--wait/--no-wait", default=True, help="Wait for the result.  [default: wait]")
 @click.option(
     "-o",
     "--output",
     type=LocalPath(),
     metavar="FILE",
-    help="Without RUN_DIR: write the machine's profile.",
+    help="File for the machine's profile.",
 )
 @click.option(
     "--device",
     type=click.Choice(KINDS),
     default="cpu",
     show_default=True,
-    help="Kind of device of the machine.",
+    help="The machine's devices.",
 )
 @click.option(
     "--workers",
@@ -74,9 +74,9 @@ _OF_RUN = ("steps", "ranks", "trace_only", "wait")
     metavar="N",
     default=2,
     show_default=True,
-    help="Processes that measure the machine's links.",
+    help="Processes that measure its links.",
 )
-@click.option("--name", metavar="NAME", help="Name of the machine's device. Default: FILE's.")
+@click.option("--name", metavar="NAME", help="Name of its device. Default: FILE's.")
 @json_option
 @click.pass_context
 def profile(
@@ -92,18 +92,13 @@ def profile(
     name: str | None,
     as_json: bool,
 ) -> None:
-    """Profile the next steps of a running job: a trace for Perfetto, time by module and line,
-    memory by kind and module.
+    """Profile the next steps of a running job: a trace for Perfetto, and tables of time by line and
+    memory by kind, from a pass of the interpreted graphs. Results do not change.
 
-    The steps are traced as they run. Then the ranks compute the last one again, interpreted, for
-    the tables by line and module; this needs more memory than a compiled step, and --trace-only
-    leaves it out. Results do not change. Files: RUN_DIR/profiles/STEP.
+    Without RUN_DIR, measure this machine for `plan --device FILE`. Takes a minute; nothing else
+    should run at the same time.
 
-    Without RUN_DIR, measure the speed of this machine's devices and links for `trainload plan
-    --device FILE`. Takes a minute; nothing else should run at the same time.
-
-    Exit status: 1 if the run ended or failed before the profile was complete, 2 if it is not
-    running.
+    Exit status: 2 if the run is not running, 1 if it ends before the profile does.
     """
     _check_options(context, of_run=run_dir is not None)
     if run_dir is None:
