@@ -223,22 +223,24 @@ class InterpretedPass:
         return tuple(sorted(modules, key=lambda each: -each.bytes))
 
     def _shares(self, origin: Origin, size: int) -> Iterator[tuple[str, int]]:
-        """Yield (module, bytes) of a storage: those of a bucket belong to several modules."""
-        if not origin.bucket:
+        """Yield (module, bytes) of a storage: a whole bucket, or a rank's share of one, belongs to
+        several modules.
+        """
+        item = None
+        if origin.bucket:
+            bucket = next(each for each in self._plan.buckets if each.name == origin.bucket)
+            lengths = (bucket.length, update_length(self._plan, bucket))
+            items = (getattr(torch, bucket.dtype).itemsize, *_ITEM_BYTES)
+            item = next((n for n in items if size in (n * length for length in lengths)), None)
+        if item is None:
             yield origin.module, size
             return
-        bucket = next(each for each in self._plan.buckets if each.name == origin.bucket)
-        lengths = (bucket.length, update_length(self._plan, bucket))
-        items = (getattr(torch, bucket.dtype).itemsize, *_ITEM_BYTES)
-        item = next((item for item in items if size in (item * length for length in lengths)), None)
         rest = size
-        if item is not None:
-            own = parameters_within(self._plan, self._rank, bucket, size // item)
-            for name, low, high in own:
-                yield name.rpartition(".")[0], (high - low) * item
-                rest -= (high - low) * item
-        if rest:  # padding, or state of another shape
-            yield "", rest
+        for name, low, high in parameters_within(self._plan, self._rank, bucket, size // item):
+            yield name.rpartition(".")[0], (high - low) * item
+            rest -= (high - low) * item
+        if rest:
+            yield "", rest  # padding
 
 
 class _MeasuredCall(Interpreter):

@@ -21,7 +21,7 @@ class Origin:
     Attributes:
         kind: its use.
         module: path of the user's module that made it; "" if none did.
-        bucket: bucket whose parameters, gradients or state it holds; "" for none.
+        bucket: bucket to whose parameters, gradients or state it belongs; "" for none.
     """
 
     kind: Kind

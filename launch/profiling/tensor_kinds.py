@@ -105,23 +105,24 @@ class _Kinds:
 
     def _mark_gathered(self) -> None:
         """Mark what is gathered from the ranks' parts of the parameters."""
-        parameters = {
-            storage
+        buckets = {
+            storage: port.name
             for node, port in self._inputs
             if port.role is Role.BUCKET
             for storage in self._of(node)
         }
         for node in self._nodes:
             inputs = {storage for source in node.all_input_nodes for storage in self._of(source)}
-            if not self._new(node) or not inputs or not inputs <= parameters:
+            if not self._new(node) or not inputs or not inputs <= buckets.keys():
                 continue
-            if node.target is _GATHER:
-                self._mark(self._new(node), Kind.GATHERED)
-            elif node.target not in _COPIES:
+            is_gathered = any(self._kinds.get(storage) is Kind.GATHERED for storage in inputs)
+            if node.target is not _GATHER and node.target not in _COPIES:
                 continue
-            elif any(self._kinds.get(storage) is Kind.GATHERED for storage in inputs):
-                self._mark(self._new(node), Kind.GATHERED)
-            parameters.update(self._new(node))
+            names = {buckets[storage] for storage in inputs}
+            bucket = names.pop() if len(names) == 1 else ""
+            if node.target is _GATHER or is_gathered:
+                self._mark(self._new(node), Kind.GATHERED, bucket)
+            buckets.update(dict.fromkeys(self._new(node), bucket))
 
     def _mark_gradients(self) -> None:
         """Mark the gradients of buckets, and what only puts them together."""
@@ -130,11 +131,10 @@ class _Kinds:
                 self._mark(self._of(node), Kind.GRADIENTS, port.name)
         gradients = (Kind.GRADIENTS, Kind.PARTIAL)
         for node in reversed(self._nodes):
-            if not any(self._kinds.get(storage) in gradients for storage in self._new(node)):
-                continue
-            if is_collective(node) or node.target in _COPIES or node.target in _SUMS:
+            made = [each for each in self._new(node) if self._kinds.get(each) in gradients]
+            if made and (is_collective(node) or node.target in _COPIES | _SUMS):
                 for source in node.all_input_nodes:
-                    self._mark(self._of(source), Kind.PARTIAL)
+                    self._mark(self._of(source), Kind.PARTIAL, self._buckets[made[0]])
 
     def _mark_activations(self) -> None:
         for node, port in self._results:

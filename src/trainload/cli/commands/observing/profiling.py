@@ -154,7 +154,7 @@ def _show(found: Profile, rank: RankProfile) -> None:
         ("rank", f"{rank.rank} on {rank.host}"),
         (
             "steps",
-            f"{steps}, {_time(rank.seconds)} each; then the run waited {found.seconds:.1f} s",
+            f"{steps}, {_time(rank.seconds)} ms each; then the run waited {found.seconds:.1f} s",
         ),
         ("trace", f"{trace}, for https://ui.perfetto.dev"),
         ("process", f"{size(rank.process_bytes)} in use"),
@@ -173,7 +173,7 @@ def _show(found: Profile, rank: RankProfile) -> None:
 
 
 def _operators(rank: RankProfile) -> Columns:
-    numbers = ("calls", "time", "share")
+    numbers = ("calls", "ms", "share")
     title = "operators and kernels of a step, as it ran"
     table = Columns(("operator", *numbers), title=title, right=numbers)
     total = sum(each.seconds for each in rank.operators)
@@ -184,7 +184,7 @@ def _operators(rank: RankProfile) -> Columns:
 
 def _lines(found: InterpretedProfile) -> Columns:
     """Return a table of lines, each with the modules that call it, such as the layers of a kind."""
-    numbers = ("forward", "backward", "share")
+    numbers = ("forward ms", "backward ms", "share")
     title = "time by line, in the interpreted graphs"
     table = Columns(("line", *numbers, "module"), title=title, right=numbers)
     total = sum(each.seconds for each in found.lines)
@@ -196,7 +196,7 @@ def _lines(found: InterpretedProfile) -> Columns:
 
 
 def _modules(found: InterpretedProfile) -> Columns:
-    numbers = ("forward", "backward", "share")
+    numbers = ("forward ms", "backward ms", "share")
     title = "time by module, in the interpreted graphs"
     table = Columns(("module", *numbers), title=title, right=numbers)
     total = sum(each.seconds for each in found.lines)
@@ -223,7 +223,7 @@ def _times(parts: Sequence[LineTime], total: float) -> tuple[str, str, str]:
 
 def _collectives(found: InterpretedProfile) -> Columns:
     title = "collectives, in the interpreted graphs"
-    table = Columns(("collective", "calls", "time"), title=title, right=("calls", "time"))
+    table = Columns(("collective", "calls", "ms"), title=title, right=("calls", "ms"))
     for each in found.collectives:
         table.add(each.operator, str(each.calls), _time(each.seconds))
     return table
@@ -252,7 +252,8 @@ def _memory_by_module(found: InterpretedProfile) -> Columns:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    """Return milliseconds."""
+    return f"{1e3 * seconds:,.1f}"
 
 
 def _share(part: float, total: float) -> str:
