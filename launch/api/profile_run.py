@@ -102,31 +102,12 @@ def profile(
     """
     ranks = (rank,) if isinstance(rank, int) else tuple(dict.fromkeys(rank))
     with viewed(run_dir) as files:
-        follower = Follower(files.folder, from_end=True)
-        request = request_profile(files, steps, ranks, trace_only=trace_only)
-        event = _wait_for(files, follower, request)
-        if event.data["error"]:
-            raise TrainingError(
-                "the profile is not complete",
-                where=place_name(files.folder),
-                got=event.data["error"],
-                hint="Request it again.",
-            )
-        first = event.data["step"] + 1
-        records = record_files(files.folder)
-        return Profile(
-            place_name(files.folder),
-            first,
-            event.data["steps"],
-            f"{place_name(files.folder)}/{event.data['where']}",
-            tuple(read_profile(records, first, each) for each in ranks),
-            event.data["seconds"],
-        )
+        return request_profile(files, steps, ranks, trace_only=trace_only).result()
 
 
 def request_profile(
     files: RunFiles, steps: int, ranks: Sequence[int], *, trace_only: bool = False
-) -> ProfileRequest:
+) -> RequestedProfile:
     """Request a profile of a run's next steps, without waiting for it.
 
     Args:
@@ -136,7 +117,7 @@ def request_profile(
         trace_only: see `profile`.
 
     Returns:
-        The request.
+        The requested profile.
 
     Raises:
         RequestError, StorageError: see `profile`.
@@ -151,14 +132,17 @@ def request_profile(
         )
     state = _require_alive(files)
     _check_ranks(ranks, state.summary.world or read_spec(files.folder).plan.world_size)
-    request = ProfileRequest(secrets.token_hex(8), steps, tuple(ranks), trace_only)
+    requested = RequestedProfile(
+        files, ProfileRequest(secrets.token_hex(8), steps, tuple(ranks), trace_only)
+    )
+    content = requested.request.to_json()
     place = place_name(files.folder)
     remote = files_of(files.folder)
     try:
         is_created = (
-            create_file(files.folder / PROFILE_FILE, request.to_json())
+            create_file(files.folder / PROFILE_FILE, content)
             if remote is None
-            else remote.create(PROFILE_FILE, request.to_json())
+            else remote.create(PROFILE_FILE, content)
         )
     except OSError as error:
         raise StorageError(
@@ -170,7 +154,82 @@ def request_profile(
             where=f"{place}/{PROFILE_FILE}",
             hint="Wait for it, and request this one again.",
         )
-    return request
+    return requested
+
+
+class RequestedProfile:
+    """A profile that is requested.
+
+    Args:
+        files: the run, whose journal is followed from now on.
+        request: the request, which is about to be made.
+
+    Attributes:
+        request: the request.
+    """
+
+    def __init__(self, files: RunFiles, request: ProfileRequest) -> None:
+        self.request = request
+        self._files = files
+        self._follower = Follower(files.folder, from_end=True)
+
+    def result(self) -> Profile:
+        """Wait for the profile, and return it.
+
+        Raises:
+            StorageError, TrainingError: see `profile`.
+        """
+        files, event = self._files, self._wait()
+        place = place_name(files.folder)
+        if event.data["error"]:
+            raise TrainingError(
+                "the profile is not complete",
+                where=place,
+                got=event.data["error"],
+                hint="Request it again.",
+            )
+        first, records = event.data["step"] + 1, record_files(files.folder)
+        return Profile(
+            place,
+            first,
+            event.data["steps"],
+            f"{place}/{event.data['where']}",
+            tuple(read_profile(records, first, rank) for rank in self.request.ranks),
+            event.data["seconds"],
+        )
+
+    def _wait(self) -> Event:
+        """Return the event that reports the end of the profile.
+
+        Raises:
+            TrainingError: there will be none.
+        """
+        files = self._files
+        gone_since: float | None = None
+        while True:
+            files.update()
+            state = read_state(files.folder)
+            is_alive = state is not None and _is_alive(files, state)
+            is_gone = not (files.folder / PROFILE_FILE).exists()
+            for event in self._follower.new():  # after the state, so that the last one is seen
+                if event.kind == "profile" and event.data["id"] == self.request.id:
+                    return event
+            now = time.monotonic()
+            gone_since = (gone_since or now) if is_gone else None
+            if not is_alive:
+                raise TrainingError(
+                    "the run has ended before the profile was complete",
+                    where=place_name(files.folder),
+                    got="no state" if state is None else f"phase {state.phase}",
+                    hint="Request fewer steps, or a profile of a longer run.",
+                )
+            if gone_since is not None and now - gone_since > _GONE_SECONDS:
+                raise TrainingError(
+                    "the request was withdrawn",
+                    where=place_name(files.folder),
+                    hint="Request it again.",
+                )
+            time.sleep(_LOOK_SECONDS_AT_URL if files.is_at_url else _LOOK_SECONDS)
 
 
 def _check_ranks(ranks: Sequence[int], world: int) -> None:
@@ -222,34 +281,3 @@ def _is_alive(files: RunFiles, state: RunState) -> bool:
     return state.alive or (
         not state.over and files.is_at_url and other_driver(files.folder) is not None
     )
-
-
-def _wait_for(files: RunFiles, follower: Follower, request: ProfileRequest) -> Event:
-    """Return the event that reports the end of a profile.
-
-    Raises:
-        TrainingError: there will be none.
-    """
-    gone_since: float | None = None
-    while True:
-        files.update()
-        state = read_state(files.folder)
-        is_alive = state is not None and _is_alive(files, state)
-        is_gone = not (files.folder / PROFILE_FILE).exists()
-        for event in follower.new():  # after the state, so that a last event is not missed
-            if event.kind == "profile" and event.data["id"] == request.id:
-                return event
-        now = time.monotonic()
-        gone_since = (gone_since or now) if is_gone else None
-        if not is_alive or (gone_since is not None and now - gone_since > _GONE_SECONDS):
-            raise TrainingError(
-                "the run has ended before the profile was complete"
-                if not is_alive
-                else "the request was withdrawn",
-                where=place_name(files.folder),
-                got="no state" if state is None else f"phase {state.phase}",
-                hint="Request fewer steps, or a profile of a longer run."
-                if not is_alive
-                else "Request it again.",
-            )
-        time.sleep(_LOOK_SECONDS_AT_URL if files.is_at_url else _LOOK_SECONDS)

@@ -5,10 +5,12 @@ change.
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.launch.commands import refused
 from tests.launch.profiling.profiled import (
     NARROW,
     WIDE,
@@ -17,15 +19,16 @@ from tests.launch.profiling.profiled import (
     uneven_rows,
     while_it_runs,
 )
+from tests.waiting import wait_until
 
 import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import RequestError, StorageError, TrainingError
-from trainload.launching.api.profile_run import Profile, request_profile
+from trainload.launching.api.profile_run import Profile, RequestedProfile, request_profile
 from trainload.launching.profiling.profile_result import InterpretedProfile, Kind
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event, losses, read_events
-from trainload.launching.run.profile_request import PROFILE_FILE, ProfileRequest
+from trainload.launching.run.profile_request import PROFILE_FILE
 from trainload.launching.run.working_copy import RunFiles, request
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
@@ -181,6 +184,28 @@ def test_a_run_that_has_ended_is_not_profiled(profile: Profile, run_dir: Path) -
     assert not (run_dir / PROFILE_FILE).exists()
 
 
+def test_the_command_refuses_it_too(
+    profile: Profile, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["profile", run_dir], run_dir, capsys)
+    assert "the run is not running" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Pass RUN_DIR, or -o FILE"),
+        (["--rank", "1", "-o", "machine.json"], "--rank cannot be used without RUN_DIR"),
+        (["run", "--workers", "3"], "--workers cannot be used with RUN_DIR"),
+    ],
+)
+def test_the_options_of_a_run_and_of_a_machine_do_not_mix(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["profile", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_folder_without_a_run_is_not_profiled(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="there is no such run"):
         trainload.profile(tmp_path)
@@ -238,16 +263,23 @@ def test_no_steps_are_refused(package: Package, plan: Plan, rows: Path, tmp_path
 
 
 def test_a_profile_that_the_run_does_not_complete_is_an_error(
-    package: Package, plan: Plan, rows: Path, tmp_path: Path
+    package: Package, plan: Plan, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
 
-    def ask() -> None:
-        request(run_dir, Request.STOP)
-        trainload.profile(run_dir, steps=10**6)
+    def ask() -> int:
+        stopping = threading.Thread(target=stop_when_it_is_asked)
+        stopping.start()
+        status = cli.run(["profile", str(run_dir), "--steps", str(10**6)])
+        stopping.join()
+        return status
 
-    with pytest.raises((TrainingError, StorageError), match=r"has ended before|is not running"):
-        while_it_runs(ask, package, plan, rows, run_dir, backend="local")
+    def stop_when_it_is_asked() -> None:
+        wait_until((run_dir / PROFILE_FILE).exists)
+        request(run_dir, Request.STOP)
+
+    assert while_it_runs(ask, package, plan, rows, run_dir, backend="local") == 1
+    assert "the run has ended before the profile was complete" in capsys.readouterr().err
     assert not (run_dir / PROFILE_FILE).exists()
 
 
@@ -281,7 +313,7 @@ def test_a_second_request_waits_for_the_first(
 def test_a_profile_ends_with_the_run(
     package: Package, plan: Plan, rows: Path, tmp_path: Path
 ) -> None:
-    asked: list[ProfileRequest] = []
+    asked: list[RequestedProfile] = []
 
     def ask(event: Event) -> None:
         if event.kind == "start":
@@ -298,7 +330,7 @@ def test_a_profile_ends_with_the_run(
         on_event=ask,
     )
     events = [event for event in read_events(tmp_path / "run") if event.kind == "profile"]
-    assert [event.data["id"] for event in events] == [request.id for request in asked]
+    assert [event.data["id"] for event in events] == [each.request.id for each in asked]
     assert [event.data["step"] + event.data["steps"] for event in events] == [300]
 
 

@@ -126,20 +126,20 @@ def _profile_run(
     wait: bool,
     as_json: bool,
 ) -> None:
-    from trainload.launching.api import profile_run
+    from trainload.launching.api.profile_run import request_profile
     from trainload.launching.run.working_copy import RunFiles
 
+    files = RunFiles(run_dir)
+    files.update()
+    requested = request_profile(files, steps, tuple(dict.fromkeys(ranks)), trace_only=trace_only)
     if not wait:
-        files = RunFiles(run_dir, journal=False)
-        files.update()
-        request = profile_run.request_profile(files, steps, ranks, trace_only=trace_only)
         if as_json:
-            print_json({"run": place_name(run_dir), "id": request.id})
+            print_json({"run": place_name(run_dir), "id": requested.request.id})
         else:
             err().print("profile requested; `trainload logs` shows when it is complete")
         return
-    err().print(f"waiting for {steps} steps of the run", highlight=False)
-    found = profile_run.profile(run_dir, steps=steps, rank=ranks, trace_only=trace_only)
+    err().print(f"profile requested; waiting for {steps} steps of the run", highlight=False)
+    found = requested.result()
     if as_json:
         print_json(found.as_json())
         return
