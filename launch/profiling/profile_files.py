@@ -7,9 +7,7 @@ profiles/STEP/rank-N.json            the tables
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from trainload.core.errors import StorageError
 from trainload.core.storage.folder_files import FolderFiles
@@ -40,13 +38,13 @@ def tables_file(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
-def write_profile(run_dir: str, profile: RankProfile, export: Callable[[Path], None]) -> None:
+def write_profile(run_dir: str, profile: RankProfile, trace: Path) -> None:
     """Write the files of one rank.
 
     Args:
         run_dir: the run's folder, or its URL.
         profile: the rank's profile.
-        export: writes the trace to a path.
+        trace: file with its trace.
 
     Raises:
         StorageError: they cannot be written.
@@ -55,10 +53,7 @@ def write_profile(run_dir: str, profile: RankProfile, export: Callable[[Path], N
         open_bounded(run_dir, _SECONDS) if is_url(run_dir) else FolderFiles(local_path(run_dir))
     )
     folder = profile_folder(profile.step)
-    with TemporaryDirectory(prefix="trainload-") as temporary:
-        trace = Path(temporary) / trace_file(profile.rank)
-        export(trace)
-        send_file(files, f"{folder}/{trace.name}", trace)
+    send_file(files, f"{folder}/{trace_file(profile.rank)}", trace)
     content = json.dumps(profile.as_json(), indent=1).encode()
     files.replace(f"{folder}/{tables_file(profile.rank)}", content)
 

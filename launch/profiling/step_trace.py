@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
 import socket
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,16 +17,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
-from trainload.launching.profiling.profile_result import OperatorTime
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-_MOST_OPERATORS = 100
-"""Maximum number of operators in the table."""
 STEP = "step"
-COMPILED = "compiled kernels"
-"""Name for what compiled graphs compute without calling operators, on CPUs."""
-_INDUCTOR = "## Call CompiledFxGraph"
-"""Beginning of the name of the range in which torch runs a compiled graph."""
 GRAPH = "graph "
 UPDATE = "update "
 """Beginnings of the names of ranges, before the name of a graph or an update within the build."""
@@ -65,30 +59,13 @@ class StepTrace:
         self._profiler.stop()
 
     def export(self, path: Path) -> None:
-        """Write the trace in Chrome's format, compressed if the name ends with .gz."""
-        self._profiler.export_chrome_trace(str(path))
-
-    def operators(self, steps: int) -> tuple[OperatorTime, ...]:
-        """Return what took the most time, the longest first, per step of `steps`."""
-        calls: defaultdict[str, float] = defaultdict(float)
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for each in self._profiler.key_averages():
-            name = _name_of(each.key)
-            time = each.self_device_time_total if self._is_gpu else each.self_cpu_time_total
-            calls[name] += each.count / steps
-            seconds[name] += time / (1e6 * steps)
-        ordered = sorted(seconds, key=lambda name: -seconds[name])
-        shown = [name for name in ordered if seconds[name] > 0]
-        return tuple(
-            OperatorTime(name, calls[name], seconds[name]) for name in shown[:_MOST_OPERATORS]
-        )
-
-
-def _name_of(key: str) -> str:
-    """Return the name under which an operator, kernel or range is listed."""
-    if key.startswith(_INDUCTOR):
-        return COMPILED
-    return STEP if key.startswith(f"{STEP} ") else key
+        """Write the trace in Chrome's format, compressed."""
+        plain = path.with_name(f"{path.name}.json")
+        self._profiler.export_chrome_trace(str(plain))
+        # torch compresses line by line, which takes several times as long
+        with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=5) as target:
+            shutil.copyfileobj(source, target)
+        plain.unlink()
 
 
 def span(name: str) -> AbstractContextManager[Any]:

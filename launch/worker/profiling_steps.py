@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -23,13 +25,14 @@ from trainload.launching.node.process_groups import gathered
 from trainload.launching.node.utilisation import used_bytes
 from trainload.launching.profiling.interpreted_pass import InterpretedPass, State
 from trainload.launching.profiling.live_tensors import Origin
-from trainload.launching.profiling.profile_files import profile_folder, write_profile
+from trainload.launching.profiling.profile_files import profile_folder, trace_file, write_profile
 from trainload.launching.profiling.profile_result import (
     InterpretedProfile,
     Kind,
     RankProfile,
 )
 from trainload.launching.profiling.step_trace import STEP, StepTrace, span, spans_of, with_spans
+from trainload.launching.profiling.trace_table import operators_of
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Wanted
 from trainload.launching.run.profile_request import ProfileRequest
@@ -213,24 +216,7 @@ class Profiling:
         self._recording = None
         self._stop(recording)
         interpreted = None if request.trace_only else self._interpret(request)
-        error = recording.error
-        if recording.trace is not None:
-            steps = recording.last - recording.first + 1
-            profile = RankProfile(
-                self.rank,
-                socket.gethostname(),
-                self.device.type,
-                recording.first + 1,
-                steps,
-                recording.seconds / steps,
-                memory,
-                recording.trace.operators(steps),
-                interpreted,
-            )
-            try:
-                write_profile(self.run_dir, profile, recording.trace.export)
-            except (StorageError, OSError) as failure:
-                error = f"rank {self.rank} cannot write its profile: {first_line(failure)}"
+        error = recording.error or self._write(recording, memory, interpreted)
         error = next(filter(None, gathered(error, self.control)), "")
         self._report(
             request,
@@ -241,6 +227,33 @@ class Profiling:
             seconds=time.perf_counter() - began,
             error=error,
         )
+
+    def _write(
+        self, recording: _Recording, memory: int, interpreted: InterpretedProfile | None
+    ) -> str:
+        """Write the files of this rank, if it was profiled; return why that failed, or ""."""
+        if recording.trace is None:
+            return ""
+        steps = recording.last - recording.first + 1
+        try:
+            with TemporaryDirectory(prefix="trainload-") as folder:
+                trace = Path(folder) / trace_file(self.rank)
+                recording.trace.export(trace)
+                profile = RankProfile(
+                    self.rank,
+                    socket.gethostname(),
+                    self.device.type,
+                    recording.first + 1,
+                    steps,
+                    recording.seconds / steps,
+                    memory,
+                    operators_of(trace, steps, is_gpu=self.device.type == "cuda"),
+                    interpreted,
+                )
+                write_profile(self.run_dir, profile, trace)
+        except (StorageError, OSError) as error:
+            return f"rank {self.rank} cannot write its profile: {first_line(error)}"
+        return ""
 
     def _report(self, request: ProfileRequest, **data: Any) -> None:
         if self.rank == 0:

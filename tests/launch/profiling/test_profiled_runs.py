@@ -324,14 +324,14 @@ def test_a_profile_ends_with_the_run(
         plan,
         rows,
         run_dir=tmp_path / "run",
-        steps=300,
+        steps=20,
         compile=False,
         backend="local",
         on_event=ask,
     )
     events = [event for event in read_events(tmp_path / "run") if event.kind == "profile"]
     assert [event.data["id"] for event in events] == [each.request.id for each in asked]
-    assert [event.data["step"] + event.data["steps"] for event in events] == [300]
+    assert [event.data["step"] + event.data["steps"] for event in events] == [20]
 
 
 @pytest.mark.slow
