@@ -24,8 +24,8 @@ from trainload.launching.run.working_copy import RunFiles, viewed
 
 _LOOK_SECONDS = 0.2
 _LOOK_SECONDS_AT_URL = 1.0
-_GONE_SECONDS = 60.0
-"""Time after which a request that is gone without a result has been withdrawn."""
+_LATE_SECONDS = 60.0
+"""Time in which both the result and the end of the request are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +199,15 @@ class RequestedProfile:
         )
 
     def _wait(self) -> Event:
-        """Return the event that reports the end of the profile.
+        """Return the event that reports the end of the profile, once the request is withdrawn, so
+        that the next one can be made.
 
         Raises:
             TrainingError: there will be none.
         """
         files = self._files
-        gone_since: float | None = None
+        end: Event | None = None
+        since = time.monotonic()
         while True:
             files.update()
             state = read_state(files.folder)
@@ -213,9 +215,12 @@ class RequestedProfile:
             is_gone = not (files.folder / PROFILE_FILE).exists()
             for event in self._follower.new():  # after the state, so that the last one is seen
                 if event.kind == "profile" and event.data["id"] == self.request.id:
-                    return event
-            now = time.monotonic()
-            gone_since = (gone_since or now) if is_gone else None
+                    end = event
+            if is_gone == (end is not None):
+                since = time.monotonic()
+            is_late = time.monotonic() - since > _LATE_SECONDS
+            if end is not None and (is_gone or not is_alive or is_late):
+                return end
             if not is_alive:
                 raise TrainingError(
                     "the run has ended before the profile was complete",
@@ -223,7 +228,7 @@ class RequestedProfile:
                     got="no state" if state is None else f"phase {state.phase}",
                     hint="Request fewer steps, or a profile of a longer run.",
                 )
-            if gone_since is not None and now - gone_since > _GONE_SECONDS:
+            if is_gone and is_late:
                 raise TrainingError(
                     "the request was withdrawn",
                     where=place_name(files.folder),

@@ -215,7 +215,15 @@ class Profiling:
         request, memory = recording.request, used_bytes(self.device)
         self._recording = None
         self._stop(recording)
-        interpreted = None if request.trace_only else self._interpret(request)
+        interpreted = None
+        try:
+            if not request.trace_only:
+                interpreted = self._interpret(request)
+        except RuntimeError as failure:  # such as of too little memory
+            if self.control is not None:  # other ranks may wait for this one in a collective
+                failure.add_note("Profiles with --trace-only do not compute interpreted graphs.")
+                raise
+            recording.error = f"the interpreted graphs cannot be computed: {first_line(failure)}"
         error = recording.error or self._write(recording, memory, interpreted)
         error = next(filter(None, gathered(error, self.control)), "")
         self._report(

@@ -30,6 +30,7 @@ from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.profile_request import PROFILE_FILE
 from trainload.launching.run.working_copy import RunFiles, request
+from trainload.launching.worker import profiling_steps
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
@@ -296,6 +297,32 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 
     written = while_it_runs(ask, package, plan, rows, run_dir, backend="local")
     assert any(event.kind == "step" for event in read_events(run_dir)[written:])
+
+
+def test_a_pass_that_fails_does_not_end_the_run(
+    package: Package, plan: Plan, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    def ask() -> int:
+        with pytest.raises(TrainingError, match="cannot be computed: not enough memory"):
+            trainload.profile(tmp_path / "run", steps=1)
+        return trainload.profile(tmp_path / "run", steps=1, trace_only=True).steps
+
+    monkeypatch.setattr(profiling_steps, "uncompiled_build", no_memory)
+    assert while_it_runs(ask, package, plan, rows, tmp_path / "run", backend="local") == 1
+
+
+def test_one_profile_follows_another(
+    package: Package, plan: Plan, rows: Path, tmp_path: Path
+) -> None:
+    def ask() -> list[int]:
+        found = [trainload.profile(tmp_path / "run", steps=1, trace_only=True) for _ in range(3)]
+        return [each.step for each in found]
+
+    steps = while_it_runs(ask, package, plan, rows, tmp_path / "run", backend="local")
+    assert steps == sorted(set(steps))
 
 
 def test_a_second_request_waits_for_the_first(
