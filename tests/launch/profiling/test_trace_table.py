@@ -53,7 +53,8 @@ def test_the_kernels_of_a_gpu_are_listed_alone(tmp_path: Path) -> None:
         event("gemm", 90, 30, "kernel", tid=7),
     )
     (kernel,) = operators_of(trace, 1, is_gpu=True)
-    assert (kernel.name, kernel.calls, kernel.seconds) == ("gemm", 2, pytest.approx(60e-6))
+    assert (kernel.name, kernel.calls) == ("gemm", 2)
+    assert kernel.seconds == pytest.approx(60e-6)
 
 
 def test_it_reads_the_traces_of_torch(tmp_path: Path) -> None:
