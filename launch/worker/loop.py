@@ -42,6 +42,7 @@ from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.node.process_groups import gathered, group_of_stage
 from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
+from trainload.launching.profiling.profiling_steps import Profiling
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Request
 from trainload.launching.run.run_directory import resume_command
@@ -54,7 +55,6 @@ from trainload.launching.worker.engine import Draw, Engine, NotFiniteError, Step
 from trainload.launching.worker.evaluation import Evaluation
 from trainload.launching.worker.explaining import Failing, explain_without_rows, explaining
 from trainload.launching.worker.preparation import Keeper, Opened, set_threads
-from trainload.launching.worker.profiling_steps import Profiling
 from trainload.launching.worker.restoring import SCALING, load_beginning, load_checkpoint
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls

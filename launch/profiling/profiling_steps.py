@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,37 @@ from trainload.launching.profiling.trace_table import operators_of
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Wanted
 from trainload.launching.run.profile_request import ProfileRequest
-from trainload.launching.worker.engine import Engine
-from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
 from trainload.sharding.plans.estimate import of_rank
 from trainload.sharding.plans.plan import Plan
+from trainload.sharding.rewriting.rank_update import StateKey
 
 PASSES = 3
 """Passes of the interpreted graphs."""
+
+
+class HeldState(Protocol):
+    """Tensors that a rank holds between steps; see `worker.rank_state.RankState`."""
+
+    params: dict[str, Tensor]
+    states: dict[StateKey, list[Tensor]]
+    means: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    constants: dict[str, Tensor]
+    scaling: dict[str, list[Tensor]]
+
+
+class ProfiledEngine(Protocol):
+    """The engine whose steps are profiled; see `worker.engine.Engine`."""
+
+    built: Built
+
+    @property
+    def held(self) -> HeldState:
+        """State of the rank between steps."""
+
+    def repeat_turn(self, built: Built, /) -> None:
+        """Compute forward and backward of the last turn again, by another build."""
 
 
 @dataclass(slots=True)
@@ -92,7 +115,7 @@ class Profiling:
     plan: Plan
     rank: int
     device: torch.device
-    engine: Engine
+    engine: ProfiledEngine
     contact: Contact
     control: dist.ProcessGroup | None
     activity: Activity
@@ -292,7 +315,7 @@ class Profiling:
         return measured.result(of_rank(self.plan, self.package, index))
 
 
-def _state(held: RankState) -> State:
+def _state(held: HeldState) -> State:
     """Return what a rank holds between steps, by origin."""
     state: dict[Origin, list[Tensor]] = {}
     for name, value in held.params.items():
