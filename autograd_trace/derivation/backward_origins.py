@@ -11,6 +11,13 @@ _NUMBER = "seq_nr"
 """Key of the number that autograd gives a forward operator, which its backward operators share."""
 
 
+def inherit_origin(node: Node, source: Node) -> None:
+    """Give a node the stack trace and the stack of modules of another one, as far as it has
+    them.
+    """
+    node.meta |= {key: source.meta[key] for key in _KEYS if key in source.meta}
+
+
 def copy_origins(graph: Graph) -> None:
     """Copy the stack trace and the stack of modules of each forward operator to its backward
     operators, which have neither.
@@ -27,4 +34,4 @@ def copy_origins(graph: Graph) -> None:
             # the next number needs no gradient
             forward.setdefault(number, node)
         elif (origin := forward.get(number)) is not None:
-            node.meta |= {key: origin.meta[key] for key in _KEYS if key in origin.meta}
+            inherit_origin(node, origin)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from trainload.launching.run.journal import Event, stream_events
 from trainload.launching.run.run_spec import RunSpec, read_spec
 from trainload.launching.run.working_copy import viewed
 from trainload.launching.worker.engine import NotFiniteError
+from trainload.launching.worker.step_statistics import StepStatistics
 from trainload.sharding.plans.parameters_within import parameters_within
 
 _ROUNDING = {"float64": 1e-9, "float32": 1e-5}
@@ -30,6 +33,10 @@ _ROUNDING = {"float64": 1e-9, "float32": 1e-5}
 _ROUNDING_OF_HALVES = 1e-2
 _JUMP = 20.0
 """Factor by which a difference exceeds all before it if rounding does not explain it."""
+_MEASURES = {"rms": 1e-3, "greatest": 1e-2}
+"""Measure of a sampled statistic -> relative difference that rounding explains; samples have four
+digits.
+"""
 _PARAMETERS = 1e-3
 """Relative difference of a parameter's values from which it is listed."""
 
@@ -73,6 +80,29 @@ class ParameterDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleDifference:
+    """A sampled statistic of a run that differs from the one computed again.
+
+    Attributes:
+        step: number of the step, from 1.
+        module: path of the user's module.
+        operator: activation function in it; "" for the result of the module.
+        line: line of the user's code.
+        measure: "rms" or "greatest".
+        recorded: value in the journal.
+        computed: value computed again.
+    """
+
+    step: int
+    module: str
+    operator: str
+    line: str
+    measure: str
+    recorded: float
+    computed: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunComparison:
     """Result of `compare_run`.
 
@@ -82,6 +112,8 @@ class RunComparison:
         greatest: the greatest relative difference of a loss that rounding explains.
         departure: the first step whose loss differs more than rounding explains; None if there is
             none.
+        modules: statistics of the first sampled step at which any differ, in the order in which
+            they are computed; () if none differ, or the run has no samples (setting `statistics`).
         checkpoint: number of steps of the first compared checkpoint with different parameters; None
             if there is none.
         parameters: its parameters that differ, the most different first.
@@ -97,6 +129,7 @@ class RunComparison:
     steps: int
     greatest: float
     departure: StepDifference | None
+    modules: tuple[ModuleDifference, ...]
     checkpoint: int | None
     parameters: tuple[ParameterDifference, ...]
     seconds: float
@@ -132,24 +165,46 @@ def compare_run(run_dir: Where, *, step: int = 1, steps: int | None = None) -> R
     began = time.perf_counter()
     with viewed(run_dir) as files:
         spec = read_spec(files.folder)
-        losses = _recorded_losses(stream_events(files.folder))
-        check_step(step, max(losses, default=-1) + 1, "the run has made no such step")
+        recorded = _Recorded.of(stream_events(files.folder))
+        check_step(step, max(recorded.losses, default=-1) + 1, "the run has made no such step")
         with deterministic(spec.deterministic):
-            return _Comparison(spec, losses, began).run(step - 1, steps)
+            return _Comparison(spec, recorded, began).run(step - 1, steps)
 
 
-def _recorded_losses(events: Iterable[Event]) -> dict[int, float]:
-    """Return number of the step, from 0 -> its loss; of a repeated step, the last one."""
-    return {event.data["step"]: event.data["loss"] for event in events if event.kind == "step"}
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Records of a run by the number of the step, from 0; of a repeated step, the last ones.
+
+    Attributes:
+        losses: its loss.
+        samples: graph -> sampled statistics of activations, as in the journal.
+    """
+
+    losses: dict[int, float]
+    samples: dict[int, dict[str, Sequence[Mapping[str, Any]]]]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> _Recorded:
+        """Return the records in a run's events."""
+        recorded = cls({}, defaultdict(dict))
+        for event in events:
+            if event.kind == "step":
+                recorded.losses[event.data["step"]] = event.data["loss"]
+            elif event.kind == "statistics":
+                of_step = recorded.samples[event.data["step"] - 1]
+                of_step[event.data.get("graph", "")] = event.data["activations"]
+        return recorded
 
 
 class _Comparison:
-    def __init__(self, spec: RunSpec, losses: dict[int, float], began: float) -> None:
-        self._spec, self._losses, self._began = spec, losses, began
+    def __init__(self, spec: RunSpec, recorded: _Recorded, began: float) -> None:
+        self._spec, self._began = spec, began
+        self._losses, self._samples = recorded.losses, recorded.samples
         self._published = place_of(spec.place, spec.checkpoints).published()
         self._replay = Replay.of_run(spec)
         dtypes = dtypes_of(self._replay.built.work)
         self._rounding = max((_ROUNDING.get(d, _ROUNDING_OF_HALVES) for d in dtypes), default=1e-5)
+        self._statistics = StepStatistics(self._replay.search, self._replay.built)
 
     def run(self, first: int, most: int | None) -> RunComparison:
         replay, engine = self._replay, self._replay.engine
@@ -157,14 +212,19 @@ class _Comparison:
         stop = max(self._losses) + 1
         stop = stop if most is None else min(stop, start + most)
         greatest, departure, compared = 0.0, None, 0
+        modules: tuple[ModuleDifference, ...] = ()
         checkpoint: int | None = None
         parameters: tuple[ParameterDifference, ...] = ()
         for number, draws in replay.batches(start, stop):
+            sampled = bool(self._samples.get(number)) and not modules
+            collecting = self._statistics.collecting(engine) if sampled else nullcontext()
             try:
-                with replay.explaining(number):
+                with replay.explaining(number), collecting:
                     loss = engine.step(number, draws).loss
             except NotFiniteError as error:
                 loss = error.value if error.quantity == "loss" else math.nan
+            if sampled:
+                modules = tuple(self._different_modules(number))
             if departure is None and number in self._losses:
                 compared += 1
                 difference = _difference(number, self._losses[number], loss)
@@ -174,14 +234,42 @@ class _Comparison:
                     greatest = max(greatest, difference.relative)
             if number + 1 in self._published:
                 parameters = tuple(self._different_parameters(number + 1))
-                if parameters or departure is not None:
+                if parameters or departure is not None or modules:
                     checkpoint = number + 1 if parameters else None
                     break
             is_last = departure is not None and max(self._published, default=0) <= number + 1
             if is_last or not math.isfinite(loss):
                 break
         seconds = time.perf_counter() - self._began
-        return RunComparison(start, compared, greatest, departure, checkpoint, parameters, seconds)
+        return RunComparison(
+            start, compared, greatest, departure, modules, checkpoint, parameters, seconds
+        )
+
+    def _different_modules(self, number: int) -> Iterator[ModuleDifference]:
+        """Yield the statistics of a sampled step that differ from those computed again."""
+        recorded = self._samples[number]
+        for graph, statistics in self._statistics.collected():
+            sampled = {
+                (each["module"], each["operator"], each["number"]): each
+                for each in recorded.get(graph if len(recorded) > 1 else "", ())
+            }
+            for each in statistics.activations:
+                sample = sampled.get((each.module, each.operator, each.number))
+                if sample is None:
+                    continue
+                for measure, most in _MEASURES.items():
+                    computed = getattr(each, measure)
+                    difference = _difference(number, sample[measure], computed)
+                    if difference.relative > max(most, self._rounding):
+                        yield ModuleDifference(
+                            number + 1,
+                            each.module,
+                            each.operator,
+                            each.line,
+                            measure,
+                            sample[measure],
+                            computed,
+                        )
 
     def _different_parameters(self, number: int) -> list[ParameterDifference]:
         """Return the parameters of a checkpoint that differ from those of the state."""

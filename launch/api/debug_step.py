@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,14 @@ from torch import Tensor
 
 from trainload.capture.job.ambient import neutrally
 from trainload.core.errors import RequestError
-from trainload.core.storage.places import Where
-from trainload.launching.api.replay import Replay, check_step
+from trainload.launching.api.replay import Replay, replaying
 from trainload.launching.debugging.bad_value import Finding
 from trainload.launching.debugging.sighting import Sighting
-from trainload.launching.debugging.statistics import Statistics, StatisticsCollector
+from trainload.launching.debugging.statistics import Statistics, joined
 from trainload.launching.debugging.tensor_facts import Level, facts_of
-from trainload.launching.debugging.value_watch import Watch, bad_parts
-from trainload.launching.node.determinism import deterministic
-from trainload.launching.run.journal import Event, stream_events
-from trainload.launching.run.run_spec import read_spec
-from trainload.launching.run.working_copy import viewed
+from trainload.launching.debugging.value_watch import bad_parts
 from trainload.launching.worker.engine import Draw, NotFiniteError
-from trainload.launching.worker.row_bisection import causing_rows
+from trainload.launching.worker.step_statistics import StepStatistics
 from trainload.packaging.package import Package
 
 
@@ -93,8 +89,7 @@ def debug(
             one; the first step for a package. An earlier step whose loss or gradient is not finite
             ends the search.
         above: find the first value whose magnitude is above this number instead, wherever it leads.
-        statistics: True to collect statistics of the step by module. They need a copy of the
-            parameters.
+        statistics: True to collect statistics of the step by module.
 
     Raises:
         RequestError: the step does not exist, `above` is not a positive number, a package has no
@@ -106,58 +101,14 @@ def debug(
         print(diagnosis.finding)
     """
     began = time.perf_counter()
-    _check_arguments(source, data, step, above)
-    limit = math.inf if above is None else above
-    if isinstance(source, Package):
-        assert data is not None, "it is checked"
-        number = (step or 1) - 1
-        with deterministic(True):
-            search = _Searching(Replay.of_package(source, data), limit, statistics)
-            diagnosis = replace(search.searched(number, number), began=0)
-    else:
-        diagnosis = _debug_run(source, step, limit, statistics)
-    return replace(diagnosis, seconds=time.perf_counter() - began)
-
-
-def _check_arguments(
-    source: str | Path | Package, data: object, step: int | None, above: float | None
-) -> None:
-    if isinstance(source, Package) and data is None:
-        raise RequestError("a package needs data", where="data", hint="Pass --data.")
-    if not isinstance(source, Package) and data is not None:
-        raise RequestError("a run has its own data", where="data", hint="Omit --data.")
-    if step is not None and step < 1:
-        raise RequestError(
-            "there is no such step", where="step", expected="1 or more", got=str(step)
-        )
     if above is not None and not above > 0:
         raise RequestError(
             "it is not a limit", where="above", expected="a positive number", got=str(above)
         )
-
-
-def _debug_run(run_dir: Where, step: int | None, above: float, statistics: bool) -> Diagnosis:
-    with viewed(run_dir) as files:
-        spec = read_spec(files.folder)
-        wanted = _failed_step(stream_events(files.folder)) if step is None else step
-        check_step(wanted, spec.steps, "the run has no such step")
-        with deterministic(spec.deterministic):
-            replay = Replay.of_run(spec)
-            start = replay.load_before(spec, wanted - 1)
-            return _Searching(replay, above, statistics).searched(wanted - 1, start)
-
-
-def _failed_step(events: Iterable[Event]) -> int:
-    """Return the number, from 1, of the step at which a run failed, or of its last step."""
-    last, before = 0, ""
-    for event in events:
-        if event.kind in ("step", "finding"):
-            last = event.data["step"] + 1
-        failed = event.kind == "failed" and event.data.get("error") == "DivergedError"
-        if failed and before != "finding":
-            last += 1
-        before = event.kind
-    return max(1, last)
+    limit = math.inf if above is None else above
+    with replaying(source, data, step) as (replay, start, number):
+        diagnosis = _Searching(replay, limit, statistics).searched(number, start)
+    return replace(diagnosis, began=start, seconds=time.perf_counter() - began)
 
 
 class _Searching:
@@ -166,7 +117,9 @@ class _Searching:
     def __init__(self, replay: Replay, above: float, statistics: bool) -> None:
         self._replay, self._above = replay, above
         self._search, self._engine, self._built = replay.search, replay.engine, replay.built
-        self._collector = StatisticsCollector(replay.plan) if statistics else None
+        self._collector = (
+            StepStatistics(replay.search, replay.built, follows_units=True) if statistics else None
+        )
 
     def searched(self, step: int, start: int) -> Diagnosis:
         """Compute the steps from `start` up to `step`, and search the last one, or the first whose
@@ -179,48 +132,35 @@ class _Searching:
         for number, draws in self._replay.batches(start, step + 1):
             diagnosis = self._compute(number, draws, searches=number == step)
             if diagnosis is not None:
-                return replace(diagnosis, began=start)
+                return diagnosis
         raise AssertionError("the last step is searched")
 
     def _compute(self, step: int, draws: Sequence[Draw], *, searches: bool) -> Diagnosis | None:
         collector = self._collector if searches else None
-        watch = self._watch(collector)
+        search = self._search
+        watch = search.watch(self._engine, above=self._above)
         loss: float | None
         norm: float | None
-        if collector is not None:
-            collector.begin(self._engine.held.params)
         if searches:
             self._engine.built = watch.watched(self._built)
+        collecting = nullcontext() if collector is None else collector.collecting(self._engine)
         try:
-            with self._replay.explaining(step):
+            with self._replay.explaining(step), collecting:
                 result = self._engine.step(step, draws)
         except NotFiniteError as error:
             if not searches:
                 self._engine.repeat_turn(watch.watched(self._built))
             loss, norm = (error.value, None) if error.quantity == "loss" else (None, error.value)
-            finding = self._search.finding(watch)
+            finding = search.finding(watch)
             if finding is not None:
-                finding = self._with_rows(finding)
+                finding = search.with_rows(finding, self._engine, self._built, above=self._above)
         else:
             if not searches:
                 return None
             loss, norm = result.loss, result.gradient_norm
-            finding = self._search.finding(watch) or self._bad_parameters()
-        statistics = None
-        if collector is not None:
-            known = norm if len(self._replay.package.recipe.graphs) < 2 else None
-            statistics = collector.statistics(self._engine.held.params, known)
+            finding = search.finding(watch) or self._bad_parameters()
+        statistics = None if collector is None else joined(collector.collected())
         return Diagnosis(step + 1, 0, loss, norm, finding, statistics, 0.0)
-
-    def _watch(self, collector: StatisticsCollector | None = None) -> Watch:
-        return Watch(
-            self._replay.plan,
-            0,
-            origin=self._search.origin(self._engine),
-            above=self._above,
-            everywhere=math.isfinite(self._above),
-            statistics=collector,
-        )
 
     def _bad_parameters(self) -> Finding | None:
         """Return the parameters that are bad after the step, in whose update no operator was found.
@@ -237,6 +177,7 @@ class _Searching:
         sighting = Sighting(
             graph="update",
             call=0,
+            microbatch=None,
             position=0,
             operator=self._replay.package.recipe.optimizer,
             module="",
@@ -250,23 +191,3 @@ class _Searching:
             from_peers=False,
         )
         return Finding(sighting, 0, tuple(bad))
-
-    def _with_rows(self, finding: Finding) -> Finding:
-        """Return a finding with the rows that cause it, if its value has no dim of rows."""
-        found = finding.sighting
-        if found.rows or found.part not in ("forward", "backward"):
-            return finding
-
-        def sightings(changed: Draw | None = None) -> Sequence[Sighting]:
-            watch = self._watch()
-            self._engine.repeat_turn(watch.watched(self._built), changed)
-            return watch.sightings
-
-        again = sightings()
-        draw = self._engine.begun_draw
-        if not again or again[0].operator != found.operator:
-            return finding  # another graph of the round made it
-        rows = causing_rows(draw, again[0].call, lambda changed: bool(sightings(changed)))
-        microbatch = draw.microbatches[again[0].call]
-        numbers, name = self._search.rows_of(microbatch, rows)
-        return replace(finding, sighting=replace(found, rows=numbers, source=name))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 
 from trainload.core.errors import RequestError
+from trainload.core.storage.places import Where
 from trainload.launching.checkpoints.checkpoint_place import place_of
 from trainload.launching.checkpoints.reader import Checkpoint
 from trainload.launching.data.prefetch import BatchStream, RankRows
 from trainload.launching.data.run_data import RunData, open_run_data, run_dispatcher
 from trainload.launching.node.build_key import device_of
 from trainload.launching.node.cache import default_cache_dir
+from trainload.launching.node.determinism import deterministic
+from trainload.launching.run.journal import Event, stream_events
 from trainload.launching.run.opening import trained_package
-from trainload.launching.run.run_spec import RunSpec
+from trainload.launching.run.run_spec import RunSpec, read_spec
+from trainload.launching.run.working_copy import viewed
 from trainload.launching.worker.divergence import Search
 from trainload.launching.worker.engine import Draw, Engine
 from trainload.launching.worker.explaining import Failing, explaining
@@ -116,6 +120,59 @@ class Replay:
         search = self.search
         failing = Failing(self.package, self.plan, 0, self.engine, search.device)
         return explaining(failing, self._data, search.source, f"step {step + 1}")
+
+
+@contextmanager
+def replaying(
+    source: Where | Package, data: str | Path | None, step: int | None
+) -> Iterator[tuple[Replay, int, int]]:
+    """Yield a process that can compute a step, the number of steps that its state has, and the
+    number of the step, from 0.
+
+    A package begins with the step itself, whose number only selects the batch.
+
+    Args:
+        source: folder or URL of a run, or a package.
+        data: rows, for a package.
+        step: number of the step, from 1. Default: the step at which the run failed, or its last
+            one; the first step for a package.
+
+    Raises:
+        RequestError: the step does not exist, a package has no data, or a run has its own.
+    """
+    if isinstance(source, Package):
+        if data is None:
+            raise RequestError("a package needs data", where="data", hint="Pass --data.")
+        if step is not None and step < 1:
+            raise RequestError(
+                "there is no such step", where="step", expected="1 or more", got=str(step)
+            )
+        number = (step or 1) - 1
+        with deterministic(True):
+            yield Replay.of_package(source, data), number, number
+        return
+    if data is not None:
+        raise RequestError("a run has its own data", where="data", hint="Omit --data.")
+    with viewed(source) as files:
+        spec = read_spec(files.folder)
+        wanted = _failed_step(stream_events(files.folder)) if step is None else step
+        check_step(wanted, spec.steps, "the run has no such step")
+        with deterministic(spec.deterministic):
+            replay = Replay.of_run(spec)
+            yield replay, replay.load_before(spec, wanted - 1), wanted - 1
+
+
+def _failed_step(events: Iterable[Event]) -> int:
+    """Return the number, from 1, of the step at which a run failed, or of its last step."""
+    last, before = 0, ""
+    for event in events:
+        if event.kind in ("step", "finding"):
+            last = event.data["step"] + 1
+        failed = event.kind == "failed" and event.data.get("error") == "DivergedError"
+        if failed and before != "finding":
+            last += 1
+        before = event.kind
+    return max(1, last)
 
 
 def check_step(step: int, last: int, problem: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from trainload.autograd_trace.graphs import TANGENT, Port, Role
 from trainload.packaging.format.source_map import modules_of, users_line
 
 
@@ -24,6 +25,20 @@ def line_of(node: Node) -> str:
     unknown.
     """
     return _nearest(node, _own_line)
+
+
+def backward_begins(module: GraphModule, inputs: Sequence[Port]) -> int:
+    """Return the position of the first node of a graph's backward; the number of nodes if it has no
+    backward.
+
+    Args:
+        module: a graph of a rank.
+        inputs: its inputs.
+    """
+    if any(port.role in (Role.COTANGENT, Role.SAVED) for port in inputs):
+        return 0  # backward of a pipeline's stage
+    nodes = list(module.graph.nodes)
+    return next((at for at, node in enumerate(nodes) if node.name == TANGENT), len(nodes))
 
 
 def _own_module(node: Node) -> str | None:

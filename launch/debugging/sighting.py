@@ -17,6 +17,7 @@ class Sighting:
     Attributes:
         graph: name of the graph within the build.
         call: number of the call among those of the rank in the search.
+        microbatch: number of the microbatch of the call in its draw; None if it is unknown.
         position: position of the operator in the graph.
         operator: such as "aten.log.default"; for an input of the graph its role and name.
         module: path of the user's module, such as "blocks.3.attention"; "" for the model itself
@@ -35,6 +36,7 @@ class Sighting:
 
     graph: str
     call: int
+    microbatch: int | None
     position: int
     operator: str
     module: str

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from trainload.autograd_trace.graphs import TANGENT, Port, Role
+from trainload.autograd_trace.graphs import Port, Role
 from trainload.autograd_trace.recompute.host_copies import OFFLOAD, RELOAD
 from trainload.capture.operators import is_collective, is_view
 from trainload.launching.debugging.batch_rows import row_symbol, rows_with
-from trainload.launching.debugging.node_origins import line_of, module_of
+from trainload.launching.debugging.node_origins import backward_begins, line_of, module_of
 from trainload.launching.debugging.sighting import Sighting
-from trainload.launching.debugging.statistics import StatisticsCollector
 from trainload.launching.debugging.tensor_facts import (
     Level,
     TensorFacts,
@@ -67,7 +66,7 @@ class Watch:
         above: magnitude above which a finite value is bad; infinity for none.
         everywhere: True to report the first bad value even if no result is bad.
         origin: rows of the batch of the current call -> their numbers in the data, and its name.
-        statistics: collector that gets every value too.
+        microbatch: returns the number of the microbatch of the current call in its draw.
 
     Attributes:
         sightings: the first bad value of each call that has one, in the order of the calls.
@@ -81,9 +80,9 @@ class Watch:
         above: float = math.inf,
         everywhere: bool = False,
         origin: Origin = lambda rows: (tuple(rows), "the batch"),
-        statistics: StatisticsCollector | None = None,
+        microbatch: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.origin, self.statistics = origin, statistics
+        self.origin, self.microbatch = origin, microbatch
         self.plan, self.rank, self.above, self.everywhere = plan, rank, above, everywhere
         self.sightings: list[Sighting] = []
         self._calls = 0
@@ -138,9 +137,7 @@ class _WatchedCall(Interpreter):
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._ports: Mapping[Node, Port] = dict(zip(placeholders, graph.inputs, strict=False))
         self._positions = {node: position for position, node in enumerate(nodes)}
-        self._backward = next(
-            (self._positions[node] for node in nodes if node.name == TANGENT), len(nodes)
-        )
+        self._backward = backward_begins(module, graph.inputs)
         self._symbol = row_symbol(self._ports)
         self._rows = 0
         self._levels: dict[Node, Level] = {}
@@ -157,8 +154,6 @@ class _WatchedCall(Interpreter):
             if (port := self._ports.get(n)) is not None and port.role is Role.BATCH and value.ndim:
                 self._rows = value.shape[0]
             self._look(n, value)
-            if self._watch.statistics is not None:
-                self._watch.statistics.see(n, value)
         return value
 
     def sighting(self) -> Sighting | None:
@@ -210,8 +205,6 @@ class _WatchedCall(Interpreter):
         _, nodes = ends(self._module)
         results = zip(self._graph.outputs, nodes, values, strict=True)
         for port, node, value in results:
-            if port.role is Role.BUCKET_GRADIENT and self._watch.statistics is not None:
-                self._watch.statistics.see_gradient(port.name, value)
             if port.role not in _RESULTS or node not in self._causes:
                 continue
             if port.role is Role.TOTALS and level_of(value[:1], self._watch.above) is Level.FINE:
@@ -254,7 +247,7 @@ class _WatchedCall(Interpreter):
         elif port is not None:
             part = "input"
         else:
-            part = "backward" if self._positions[node] > self._backward else "forward"
+            part = "backward" if self._positions[node] >= self._backward else "forward"
         rows, source = self._watch.origin(self._rows_of(shown, spec))
         names: tuple[str, ...] = ()
         if port is not None and port.role is Role.BUCKET:
@@ -262,6 +255,7 @@ class _WatchedCall(Interpreter):
         return Sighting(
             graph=self._graph.name,
             call=0,
+            microbatch=self._watch.microbatch(),
             position=self._positions[node],
             operator=f"{port.role.value} {port.name}" if port is not None else str(node.target),
             module=module_of(node),

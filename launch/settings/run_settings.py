@@ -134,6 +134,11 @@ class RunSettings(EvaluationSettings):
     `mlflow` (`MLFLOW_TRACKING_URI`), `prometheus` (the endpoints of the Ray cluster). Each needs
     the extra of its name; one that is unavailable only causes a warning.
     """
+    statistics: Annotated[int | None, SettingInfo(unit="updates")] = Field(default=None, ge=1)
+    """Updates between two samples of statistics by module (activations, gradients, updates over
+    parameters), which the journal, the page of the run and the sinks show. Default: none. A sample
+    computes forward and update once more, without compiled code.
+    """
     storage_patience: Annotated[float, SettingInfo(unit="s")] = Field(default=600.0, ge=0)
     """Time for which storage may fail before the run does, counted from the last completed step."""
     weights: Weights = "mean"

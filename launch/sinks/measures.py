@@ -62,6 +62,11 @@ EVALUATION_LOSS = Measure("trainload_evaluation_loss", "Loss of the last evaluat
 EVALUATION_METRICS = Measure(
     "trainload_evaluation_metric", "The job's own metrics in the last evaluation", own=True
 )
+STATISTICS = Measure(
+    "trainload_statistics",
+    "Statistics of the last step that was sampled, by module or parameter",
+    own=True,
+)
 CHECKPOINT_STEP = Measure("trainload_checkpoint_step", "Step of the last published checkpoint")
 CHECKPOINT_TIME = Measure(
     "trainload_checkpoint_timestamp_seconds",
@@ -97,8 +102,12 @@ OF_NUMBERS: Mapping[str, Measure] = {
 """Name of a number in all sinks (`numbers_of`) -> its measure."""
 OF_TEXTS: Mapping[str, Measure] = {"failure": FAILURES, "warning": WARNINGS}
 """Kind of event -> the measure that counts such events."""
-OWN: Mapping[str, Measure] = {"metrics/": METRICS, "evaluation/": EVALUATION_METRICS}
-"""Prefix of the names of the job's own metrics -> their measure."""
+OWN: Mapping[str, Measure] = {
+    "metrics/": METRICS,
+    "evaluation/": EVALUATION_METRICS,
+    "statistics/": STATISTICS,
+}
+"""Prefix of the names of numbers that depend on the job -> their measure."""
 MEASURES = (
     RUNNING,
     STEP,

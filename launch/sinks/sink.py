@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainload.core.errors import ClusterError, StorageError
 from trainload.launching.run.journal import Event
@@ -126,7 +127,7 @@ def check_sink_libraries(sinks: Sequence[SinkName]) -> None:
 
 def numbers_of(event: Event) -> dict[str, float]:
     """Return the numbers of an event by their names in all sinks: "loss", "metrics/accuracy",
-    "evaluation/loss".
+    "evaluation/loss", "statistics/layers.3.mlp/rms".
     """
     data = event.data
     if event.kind == "step":
@@ -137,9 +138,23 @@ def numbers_of(event: Event) -> dict[str, float]:
             "evaluation/loss": data["loss"],
             **{f"evaluation/{name}": value for name, value in data["metrics"].items()},
         }
+    if event.kind == "statistics":
+        return dict(_statistics(data))
     if event.kind == "checkpoint":
         return {"checkpoint/seconds": data["seconds"], "checkpoint/bytes": float(data["bytes"])}
     return {}
+
+
+def _statistics(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    graph = f"{data['graph']}." if "graph" in data else ""
+    for each in (*data["activations"], *data["parameters"]):
+        name = each.get("parameter") or ".".join(
+            filter(None, (each["module"] or "model", each["operator"]))
+        )
+        number = f".{each['number'] + 1}" if each.get("number") else ""
+        for measure, value in each.items():
+            if isinstance(value, float):
+                yield f"statistics/{graph}{name}{number}/{measure}", value
 
 
 def _steps_done(event: Event, before: int) -> int:

@@ -4,8 +4,10 @@ value, which all ranks find together, and by the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from trainload.launching.node.process_groups import gathered
 from trainload.launching.worker.calls import Microbatch
 from trainload.launching.worker.engine import Draw, Engine, NotFiniteError
 from trainload.launching.worker.not_finite import first_not_finite
+from trainload.launching.worker.row_bisection import causing_rows
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
@@ -65,10 +68,8 @@ class Search:
         _, name = self.data.origin(microbatch.part, known, None, self.source)
         return () if known is None else tuple(sorted(int(known[row]) for row in rows)), name
 
-    def origin(self, engine: Engine) -> Origin:
-        """Return the function for a `Watch` of an engine's calls that maps rows to those of the
-        data.
-        """
+    def _origin(self, engine: Engine) -> Origin:
+        """Return the function that maps rows of an engine's calls to those of the data."""
 
         def rows_of_call(rows: Sequence[int]) -> tuple[tuple[int, ...], str]:
             called = engine.microbatch
@@ -76,6 +77,53 @@ class Search:
             return self.rows_of(called, rows)
 
         return rows_of_call
+
+    def watch(self, engine: Engine, *, above: float = math.inf) -> Watch:
+        """Return a search in an engine's calls.
+
+        Args:
+            engine: the engine.
+            above: magnitude above which a finite value counts as bad, wherever it leads.
+        """
+        return Watch(
+            self.plan,
+            self.rank,
+            origin=self._origin(engine),
+            microbatch=partial(_number_of_microbatch, engine),
+            above=above,
+            everywhere=math.isfinite(above),
+        )
+
+    def with_rows(
+        self, finding: Finding, engine: Engine, built: Built, *, above: float = math.inf
+    ) -> Finding:
+        """Return a finding with the rows that cause it: those that its value shows, or else by
+        computing the engine's last turn with fewer rows. All ranks must call it.
+
+        Args:
+            finding: the finding, in the last turn of the engine.
+            engine: the engine.
+            built: build of the search.
+            above: as in `watch`.
+        """
+        found = finding.sighting
+        if found.rows or found.part not in ("forward", "backward") or found.microbatch is None:
+            return finding
+
+        def is_found(changed: Draw | None = None) -> bool:
+            watch = self.watch(engine, above=above)
+            engine.repeat_turn(watch.watched(built), changed if has_rows else None)
+            again = self.finding(watch)
+            return again is not None and again.sighting.operator == found.operator
+
+        plan, draw = self.plan, engine.begun_draw
+        has_rows = plan.data_index(self.rank) == plan.data_index(finding.rank)
+        if not is_found():
+            return finding  # another graph of the round made it
+        rows = causing_rows(draw, found.microbatch, is_found)
+        own = self.rows_of(draw.microbatches[found.microbatch], rows)
+        numbers, name = gathered(own, self.control)[finding.rank]
+        return replace(finding, sighting=replace(found, rows=numbers, source=name))
 
     def finding(self, watch: Watch) -> Finding | None:
         """Return the first bad value that the ranks have seen, the same on all.
@@ -128,11 +176,20 @@ def explain_divergence(
 def _find(search: Search, engine: Engine) -> tuple[Finding | None, str]:
     """Return the first value that is not finite, or a sentence that says why it is unknown."""
     try:
-        watch = Watch(search.plan, search.rank, origin=search.origin(engine))
-        engine.repeat_turn(watch.watched(search.build()))
+        watch, built = search.watch(engine), search.build()
+        engine.repeat_turn(watch.watched(built))
         finding = search.finding(watch)
+        if finding is not None:
+            finding = search.with_rows(finding, engine, built)
     except Exception as error:  # noqa: BLE001  # the step has failed already, which is reported
         return None, f"The operator could not be found: {first_line(error)}"
     if finding is None:
         return None, "All values are finite when the step is computed again, interpreted."
     return finding, ""
+
+
+def _number_of_microbatch(engine: Engine) -> int | None:
+    """Return the number of the microbatch of an engine's last call in its draw."""
+    called = engine.microbatch
+    numbers = enumerate(engine.begun_draw.microbatches)
+    return next((number for number, each in numbers if each is called), None)

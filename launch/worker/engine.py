@@ -21,7 +21,12 @@ from trainload.launching.worker.pipeline_step import PipelineRunner
 from trainload.launching.worker.rank_state import RankState
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Bucket, Plan
-from trainload.sharding.rewriting.rank_update import UpdateStep, bucket_updates, usable_norm
+from trainload.sharding.rewriting.rank_update import (
+    Lacking,
+    UpdateStep,
+    bucket_updates,
+    usable_norm,
+)
 from trainload.sharding.rewriting.rewrite import Phase, stored_length, update_length
 
 
@@ -118,6 +123,8 @@ class Engine:
         built: callables of the plan for this device.
         calling: (graph of the package, microbatch) of each call of this rank in the current step or
             evaluation.
+        before_update: called with each update and its arguments, before it writes to them; None for
+            nothing.
     """
 
     def __init__(
@@ -149,6 +156,7 @@ class Engine:
             PipelineRunner(plan, rank, device, self._calls) if plan.pipeline is not None else None
         )
         self.calling: list[tuple[str, Microbatch]] = []
+        self.before_update: Callable[[UpdateStep, Sequence[Tensor]], None] | None = None
         self._begun: _Begun | None = None
 
     @property
@@ -452,10 +460,10 @@ class Engine:
             *scaling,
         )
         with torch.no_grad():
+            if self.before_update is not None:
+                self.before_update(self._update_step(name, lacking), arguments)
             if lacking:
-                step = UpdateStep(
-                    self._plan, self._updates, self._recipe, name, lacking, self._index
-                )
+                step = self._update_step(name, lacking)
                 norm = self._create_state(step, arguments, params, scaling)
             else:
                 self._on_call(self.built.update_names[name])
@@ -468,6 +476,9 @@ class Engine:
                 else:
                     state.params[part.bucket.name] = gathered
         return norm
+
+    def _update_step(self, name: str, lacking: Lacking) -> UpdateStep:
+        return UpdateStep(self._plan, self._updates, self._recipe, name, lacking, self._index)
 
     def _create_state(
         self,

@@ -58,6 +58,7 @@ from trainload.launching.worker.preparation import Keeper, Opened, set_threads
 from trainload.launching.worker.restoring import SCALING, load_beginning, load_checkpoint
 from trainload.launching.worker.saving import Saver
 from trainload.launching.worker.step_batches import draw_of, next_calls
+from trainload.launching.worker.step_statistics import StepStatistics
 from trainload.sharding.plans.coupled_rows import note_on_coupled_rows
 
 GRAPHS = "graphs"
@@ -158,6 +159,16 @@ class _Worker:
         )
         self._memory = 0
         self._start = 0
+        self._search = Search(
+            self._package,
+            self._plan,
+            place.rank,
+            self._device,
+            self._data,
+            spec.data,
+            self._control,
+        )
+        self._statistics = None if spec.statistics is None else self._prepared_statistics()
         with self._explaining(self._data, spec.data, "loading the weights"):
             self._load(checkpoint)
         writer = CheckpointWriter(
@@ -381,10 +392,13 @@ class _Worker:
         waited = time.perf_counter() - began
         self._activity.at(Phase.STEP)
         draws = [draw_of(of_one, self._data, self._dispatcher) for of_one in calls]
+        every = self._spec.statistics
+        statistics = None if every is None or (step + 1) % every else self._statistics
         try:
             with (
                 self._explaining(self._data, self._spec.data, f"step {step + 1}"),
                 self._waits.measured() if self._has_peers else nullcontext(),
+                nullcontext() if statistics is None else statistics.collecting(self._engine),
             ):
                 result = self._engine.step(step, draws)
         except NotFiniteError as error:
@@ -394,6 +408,7 @@ class _Worker:
         clock.leave_out(compared)
         if not compared and not self._profiling.records:  # tracing takes time of its own
             self._activity.worked(seconds)
+        sampled = [] if statistics is None else statistics.collected()
         if self._place.rank == 0:
             rates = clock.tick(self._spec.steps - step - 1, len(draws) * self._plan.global_batch)
             self._report_skipped(step, result)
@@ -417,6 +432,19 @@ class _Worker:
                 ),
                 **rates,
             )
+            for graph, each in sampled:
+                names = {"graph": graph} if len(self._package.recipe.graphs) > 1 else {}
+                self._contact.write("statistics", step=step + 1, **names, **each.as_record())
+
+    def _prepared_statistics(self) -> StepStatistics:
+        began = time.perf_counter()
+        statistics = StepStatistics(
+            self._search, self._search.build(), on_call=self._activity.calling
+        )
+        if self._place.rank == 0:
+            seconds = time.perf_counter() - began
+            self._contact.write("stage", name="derive graphs for statistics", seconds=seconds)
+        return statistics
 
     def _explaining(self, data: RunData, source: str, when: str) -> AbstractContextManager[None]:
         failing = Failing(self._package, self._plan, self._place.rank, self._engine, self._device)
@@ -448,17 +476,8 @@ class _Worker:
     def _explain_divergence(
         self, step: int, error: NotFiniteError, draws: Sequence[Draw]
     ) -> DivergedError:
-        search = Search(
-            self._package,
-            self._plan,
-            self._place.rank,
-            self._device,
-            self._data,
-            self._spec.data,
-            self._control,
-        )
         with self._activity.within(Phase.SEARCHING):
-            explained, finding = explain_divergence(error, search, self._engine, draws, step)
+            explained, finding = explain_divergence(error, self._search, self._engine, draws, step)
         if finding is not None and self._place.rank == 0:
             self._contact.write("finding", step=step, **finding.as_json())
         return explained

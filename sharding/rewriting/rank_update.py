@@ -252,11 +252,7 @@ class UpdateStep:
         scaling = (
             [old_state.pop() for _ in range(2)][::-1] if self._recipe.loss_scale is not None else []
         )
-        if self._plan.pipeline is not None:
-            gradients = tuple(
-                self._synchronised(part.bucket, value)
-                for part, value in zip(self.parts, gradients, strict=True)
-            )
+        gradients = self.synchronised(gradients)
         clip_norm, clip_value = self._graph.clip_norm, self._graph.clip_value
         norm = self._norm(gradients, divisor) / divisor
         factor = 1.0 / divisor
@@ -351,6 +347,21 @@ class UpdateStep:
         )
         result: Tensor = torch.ops._c10d_functional.wait_tensor.default(full)
         return result
+
+    def synchronised(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the sums of the gradients over all ranks, as far as this rank updates them.
+
+        Without a pipeline the training graphs have summed them. All ranks must call it.
+
+        Args:
+            gradients: the gradients of a call.
+        """
+        if self._plan.pipeline is None:
+            return gradients
+        return tuple(
+            self._synchronised(part.bucket, value)
+            for part, value in zip(self.parts, gradients, strict=True)
+        )
 
     def _synchronised(self, bucket: Bucket, gradient: Tensor) -> Tensor:
         """Return the sum of a bucket's gradient over all ranks: the part that this rank updates."""

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 import trainload.sharding.tensor.attention
 import trainload.sharding.tensor.layer_rules
 import trainload.sharding.tensor.rules  # noqa: F401 - these three register rules of operators
+from trainload.autograd_trace.derivation.backward_origins import inherit_origin
 from trainload.autograd_trace.graph_calls import remove_dead_code
 from trainload.autograd_trace.graphs import TANGENT, Port, Role, StepGraph
 from trainload.capture.operators import bodies_of
@@ -306,7 +307,7 @@ class _Partitioner:
             have = Unsharded.TERM if Unsharded.TERM in by_place else next(iter(by_place))
             value = by_place[have]
             if have is Unsharded.TERM:
-                return self._record_exchange(node, "all_reduce", self.emit.reduced(value))
+                return self._summed(node, "all_reduce", self.emit.reduced(value))
             assert isinstance(have, Factor)
             if have is self._position_factor:
                 self._gathered.append(node)
@@ -323,7 +324,7 @@ class _Partitioner:
         assert isinstance(place, Factor), f"{node} is wanted as a term"
         layout = self._layout(dims, place)
         if Unsharded.TERM in by_place and Unsharded.WHOLE not in by_place:
-            return self._record_exchange(
+            return self._summed(
                 node, "reduce_scatter", self.emit.scattered(by_place[Unsharded.TERM], layout)
             )
         return self.emit.own_share(self.value(node, Unsharded.WHOLE), layout)
@@ -341,6 +342,13 @@ class _Partitioner:
             else None
         )
         return None if layout is None else layout.dim
+
+    def _summed(self, node: Node, collective: str, result: Node) -> Node:
+        """Record the exchange that sums the terms of a value. Its result, not the term of a rank,
+        is what the user's module returns.
+        """
+        inherit_origin(result, node)
+        return self._record_exchange(node, collective, result)
 
     def _record_exchange(self, node: Node, collective: str, result: Node) -> Node:
         value = result.meta["val"]

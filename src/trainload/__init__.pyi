@@ -41,8 +41,13 @@ from .exporting.export_graphs import Exported as Exported
 from .exporting.export_graphs import export as export
 from .freezing.freeze import freeze as freeze
 from .freezing.record import record as record
+from .launching.api.compare_compiled import CompiledComparison as CompiledComparison
+from .launching.api.compare_compiled import compare_compiled as compare_compiled
 from .launching.api.compare_steps import RunComparison as RunComparison
 from .launching.api.compare_steps import compare_run as compare_run
+from .launching.api.compare_values import StepComparison as StepComparison
+from .launching.api.compare_values import compare_step as compare_step
+from .launching.api.compare_values import record_step as record_step
 from .launching.api.debug_step import Diagnosis as Diagnosis
 from .launching.api.debug_step import debug as debug
 from .launching.api.evaluate import EvaluationResult as EvaluationResult

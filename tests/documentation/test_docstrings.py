@@ -77,7 +77,11 @@ generator_optimizer = optimizer
     "RunComparison": RUN,
     "RunResult": ON_WORKERS,
     "Store": RELEASES,
+    "CompiledComparison": RUN,
+    "StepComparison": RUN,
+    "compare_compiled": RUN,
     "compare_run": RUN,
+    "compare_step": RUN,
     "debug": RUN,
     "dry_run": ON_WORKERS,
     "diff": 'shutil.copytree("gpt.tl", "gpt-retrained.tl")',
@@ -93,6 +97,7 @@ Path("my_ops.py").write_text("")
     "promote": RELEASES + 'trainload.push("second.tl", "models/gpt", line="main", promote=False)',
     "pull": RELEASES + 'shutil.rmtree("gpt.tl")',
     "record": LOSS_IN_MODEL,
+    "record_step": RUN,
     "releases": RELEASES,
     "resume": ON_WORKERS
     + """

@@ -25,6 +25,7 @@ from trainload.launching.sinks.measures import (
     MFU,
     ROWS,
     RUNNING,
+    STATISTICS,
     STEP,
     STEP_SECONDS,
     STEPS,
@@ -37,6 +38,8 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _UID = "trainload-runs"
 _SCHEMA = 39
 """Schema version of Grafana dashboards; later versions of Grafana upgrade it."""
+_MOST_CURVES = 10
+"""Number of curves of a panel about all modules or parameters."""
 _WIDTH = 24
 """Width of Grafana's grid."""
 
@@ -96,6 +99,12 @@ def _query_per_run(measure: Measure, *more: str) -> str:
 
 def _selector(measure: Measure) -> str:
     return f'{measure.exported}{{run=~"$run"}}'
+
+
+def _highest(measure: Measure, ending: str) -> str:
+    """Return the query of the highest values of a measure whose tag `METRIC` ends like this."""
+    selector = f'{measure.exported}{{run=~"$run", {METRIC}=~".*/{ending}"}}'
+    return f"topk({_MOST_CURVES}, max by (run, {METRIC}) ({selector}))"
 
 
 def _rate(measure: Measure) -> str:
@@ -164,6 +173,18 @@ def _panels() -> list[list[dict[str, Any]]]:
             _curve(
                 "Metrics of evaluations",
                 [(_query_per_run(EVALUATION_METRICS, METRIC), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
+                "none",
+            ),
+        ],
+        [
+            _curve(
+                "Updates over parameters, highest",
+                [(_highest(STATISTICS, "ratio"), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
+                "none",
+            ),
+            _curve(
+                "Activations, root mean square, highest",
+                [(_highest(STATISTICS, "rms"), f"{{{{run}}}}, {{{{{METRIC}}}}}")],
                 "none",
             ),
         ],

@@ -83,7 +83,7 @@ class History:
     Attributes:
         summary: summary of all events.
         steps: step events.
-        others: all other events.
+        others: all other events; of statistics, each graph's last ones.
         first: time of the first event; None if there is none.
         last: time of the last event; None if there is none.
     """
@@ -108,12 +108,16 @@ def read_history(events: Iterable[Event]) -> History:
         lambda: (array("q"), array("d"))
     )
     others: list[Event] = []
+    sampled: dict[str, Event] = {}
     starts = 0
     first: float | None = None
     last: float | None = None
     for event in events:
         summary.take(event)
         first, last = event.time if first is None else first, event.time
+        if event.kind == "statistics":
+            sampled[event.data.get("graph", "")] = event
+            continue
         if event.kind != "step":
             starts += event.kind == "start"
             others.append(event)
@@ -135,7 +139,7 @@ def read_history(events: Iterable[Event]) -> History:
         columns={name: np.array(column, dtype=np.float64) for name, column in columns.items()},
         metrics={name: _spread(*pairs, len(number)) for name, pairs in metrics.items()},
     )
-    return History(summary, steps, tuple(others), first, last)
+    return History(summary, steps, (*others, *sampled.values()), first, last)
 
 
 def _number(value: float | None) -> float:

@@ -108,6 +108,12 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
+def several() -> nn.Module:
+    """Return a model of several layers, which a pipeline can divide."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
 def masked() -> dict[str, Tensor]:
     allowed = torch.ones(ROWS, 3, dtype=torch.bool)
     allowed[:, 2] = False

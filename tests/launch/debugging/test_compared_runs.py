@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.launch.debugging.planted_faults import ROWS, WIDTH, freeze, linear, plain_batch, save
+from tests.launch.debugging.planted_faults import (
+    LAYERS,
+    ROWS,
+    WIDTH,
+    Chain,
+    chain_loss,
+    freeze,
+    linear,
+    plain_batch,
+    save,
+)
 from tests.laws.runs import Run, ranks
+from tests.laws.worker import train_as_rank
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainload
 from trainload.core.errors import RequestError
@@ -106,17 +120,64 @@ def test_a_comparison_begins_with_the_checkpoint_before_its_step(broken: Path) -
     assert comparison.steps == STEPS - FAULT
 
 
+class _Corrupting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class
+    """A device that computes one element of a hyperbolic tangent wrong."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.tanh.default:
+            value[0, 0] = 40.0
+        return value
+
+
+def train_with_a_wrong_device(entries: list[dict[str, Any]]) -> None:
+    """Train as a rank of which the second has a device that breaks before step `FAULT`."""
+    step = Engine.step
+
+    def faulty(self: Engine, number: int, draws: Sequence[Draw], *args: Any) -> StepResult:
+        is_broken = number >= FAULT - 1 and os.environ["RANK"] == "1"
+        with _Corrupting() if is_broken else nullcontext():  # type: ignore[no-untyped-call]
+            return step(self, number, draws, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", faulty)
+        train_as_rank(entries)
+
+
+def test_a_rank_that_computes_a_wrong_activation_is_found_with_its_module_and_line(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    batch = plain_batch() | {"layer": torch.full((ROWS,), LAYERS)}
+    package = freeze(tmp_path, Chain(), chain_loss, batch, steps=STEPS)
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((ROWS * STEPS, WIDTH), dtype=np.float32)
+    rows = save(tmp_path / "rows.npz", x=x, layer=np.full(ROWS * STEPS, LAYERS))
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero0")
+    run = Run(tmp_path / "run", package, plan, rows, {"statistics": 1})
+    with ranks(2, [run], tmp_path, act=train_with_a_wrong_device) as started:
+        for process in started:
+            process.join(300)
+    comparison = trainload.compare_run(tmp_path / "run")
+    assert comparison.departure is not None
+    first = comparison.modules[0]
+    assert (comparison.departure.step, first.step) == (FAULT, FAULT)
+    assert (first.module, first.operator, first.measure) == ("layers.0", "tanh", "rms")
+    assert "torch.tanh(self.linear(x))" in first.line
+    assert first.recorded > first.computed
+
+
 def test_a_run_of_two_ranks_equals_its_steps_computed_again(
     package: Package, data: Path, tmp_path: Path
 ) -> None:
     plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), "zero3")
-    options = {"checkpoint_every": 2, "keep": STEPS}
+    options = {"checkpoint_every": 2, "keep": STEPS, "statistics": 1}
     with ranks(2, [Run(tmp_path / "run", package, plan, data, options)], tmp_path) as started:
         for process in started:
             process.join(300)
     comparison = trainload.compare_run(tmp_path / "run")
     assert (comparison.steps, comparison.departure) == (STEPS, None)
-    assert comparison.parameters == ()
+    assert (comparison.modules, comparison.parameters) == ((), ())
 
 
 def test_a_step_that_was_not_made_is_rejected(broken: Path) -> None:

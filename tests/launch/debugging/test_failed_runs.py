@@ -17,7 +17,9 @@ from tests.launch.debugging.planted_faults import (
     chain_loss,
     freeze,
     plain_batch,
+    products_loss,
     save,
+    several,
 )
 from tests.laws.runs import Run, ranks
 
@@ -143,3 +145,20 @@ def test_ranks_find_the_row_that_one_of_them_has(
     assert (finding["operator"], finding["module"]) == ("aten.div.Tensor", "layers.2")
     assert list(finding["rows"]) == [bad_row]
     assert set(finding["parameters"]) == {entry.name for entry in package.parameters}
+
+
+@pytest.mark.matrix("accumulation")
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_bisect_the_rows_of_a_value_without_a_dim_of_rows(tmp_path: Path, name: str) -> None:
+    package = freeze(tmp_path, several(), products_loss, plain_batch(), steps=1)
+    x = np.ones((ROWS, WIDTH), np.float32)
+    bad = int(rows(SEED, ROWS, 0, ROWS)[-1])
+    x[bad] = 1e25
+    path = save(tmp_path / "rows.npz", x=x)
+    plan = trainload.plan(package, trainload.Cluster(devices_per_node=2), **PLANS[name])
+    with ranks(2, [Run(tmp_path / "run", package, plan, path, {})], tmp_path) as started:
+        for process in started:
+            process.join(300)
+    (finding,) = [event.data for event in read_events(tmp_path / "run") if event.kind == "finding"]
+    assert finding["operator"] == "aten.mm.default"
+    assert list(finding["rows"]) == [bad]

@@ -57,6 +57,16 @@ def event_line(event: Event) -> str:
         return f"{event.kind}: {data['message']}"
     if event.kind == "profile":
         return _profile_line(data)
+    if event.kind == "statistics":
+        about = (
+            f"of {len(data['activations'])} activations and {len(data['parameters'])} parameters"
+        )
+        return "\n".join(
+            [
+                f"statistics at step {data['step']}: {about}",
+                *(f"  {each}" for each in data["notes"]),
+            ]
+        )
     title = f"{event.kind} {data['name']}" if "name" in data else event.kind
     if "step" in data:
         title += f" at step {data['step']}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from trainload.cli.commands.observing.departures_view import named, show_against
 from trainload.cli.commands.shared import (
+    LocalPath,
+    err,
     json_option,
     open_to_run,
     out,
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from trainload.launching.debugging.statistics import Statistics
 
 _MOST_PARAMETERS = 5
+_MOST_MODULES = 12
 _ALONE = 0.99
 """Part of a parameter's difference from which one element is said to differ alone."""
 
@@ -38,6 +43,14 @@ _ALONE = 0.99
 )
 @click.option("--statistics", is_flag=True, help="Show activations and updates by module.")
 @click.option("--compare", is_flag=True, help="Find where a run departs from its steps.")
+@click.option(
+    "--against",
+    metavar="WITH",
+    help="Find where a step departs from float64, compiled, or a file of --record.",
+)
+@click.option(
+    "--record", type=LocalPath(), metavar="FILE", help="Record a step's values for --against."
+)
 @json_option
 def debug(
     place: str,
@@ -46,6 +59,8 @@ def debug(
     above: float | None,
     statistics: bool,
     compare: bool,
+    against: str | None,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Find the first value of a step that is not finite.
@@ -54,22 +69,39 @@ def debug(
     rows that cause it and the parameters that it reaches. A run's step is computed again from the
     checkpoint before it, in one process and without compiled code: by default the step at which
     the run failed, or its last one. A package is called with the rows of --data. With --compare,
-    the steps of a run from --step on (default: 1) are computed again, and their losses and
-    checkpoints compared with the run's. Nothing is written.
+    the steps of a run from --step on (default: 1) are computed again, and their losses, sampled
+    statistics and checkpoints compared with the run's. With --against, a step is computed another
+    time in float64 or compiled, or compared with a record of another machine. Only --record writes
+    anything.
     """
+    modes = [compare, against is not None, record is not None, statistics or above is not None]
+    if sum(modes) > 1:
+        raise click.UsageError(
+            "--compare, --against, --record, and --statistics or --above exclude each other."
+        )
     if compare:
-        if data is not None or above is not None or statistics:
-            raise click.UsageError("--compare can only be combined with --step.")
+        if data is not None:
+            raise click.UsageError("--compare needs a run, which has its own data.")
         _compare(place, step or 1, as_json)
         return
-    from trainload.launching.api.debug_step import debug as find
     from trainload.launching.run.working_copy import has_run
 
-    if has_run(place):
-        diagnosis = find(place, data=data, step=step, above=above, statistics=statistics)
-    else:
-        package = open_to_run(place)
-        diagnosis = find(package, data=data, step=step, above=above, statistics=statistics)
+    source = place if has_run(place) else open_to_run(place)
+    if against is not None:
+        show_against(source, against, data, step, as_json)
+        return
+    if record is not None:
+        from trainload.launching.api.compare_values import record_step
+
+        record_step(source, record, data=data, step=step)
+        if as_json:
+            print_json({"values": record})
+        else:
+            err().print(f"The values are recorded in {record}.")
+        return
+    from trainload.launching.api.debug_step import debug as find
+
+    diagnosis = find(source, data=data, step=step, above=above, statistics=statistics)
     if as_json:
         print_json(diagnosis.as_json())
         return
@@ -91,7 +123,7 @@ def _compare(place: str, step: int, as_json: bool) -> None:
         ("compared", f"{comparison.steps} steps, from step {comparison.began + 1} on"),
         ("rounding", f"losses differ by up to {comparison.greatest:.1e}"),
     ]
-    if departure is None and comparison.checkpoint is None:
+    if departure is None and comparison.checkpoint is None and not comparison.modules:
         lines.append(("found", "nothing: the run equals its steps"))
     if departure is not None:
         lines += [
@@ -99,9 +131,31 @@ def _compare(place: str, step: int, as_json: bool) -> None:
             ("its loss", f"{departure.recorded:.8g}"),
             ("computed again", f"{departure.computed:.8g}"),
         ]
+    if comparison.modules:
+        first = comparison.modules[0]
+        lines += [
+            ("found", f"{named(first.module, first.operator)} departs at step {first.step}"),
+            ("line", first.line),
+        ]
     out().print(view.table(lines))
+    if comparison.modules:
+        out().print(_modules(comparison))
     if comparison.parameters:
         out().print(_differences(comparison))
+
+
+def _modules(comparison: RunComparison) -> Columns:
+    numbers = ("recorded", "computed")
+    title = f"statistics of step {comparison.modules[0].step}"
+    table = Columns(("module", "measure", *numbers), title=title, right=numbers)
+    for each in comparison.modules[:_MOST_MODULES]:
+        table.add(
+            named(each.module, each.operator),
+            each.measure,
+            f"{each.recorded:.4g}",
+            f"{each.computed:.4g}",
+        )
+    return table
 
 
 def _differences(comparison: RunComparison) -> Columns:
@@ -127,11 +181,11 @@ def _activations(statistics: Statistics) -> Columns:
     table = Columns(("module", *numbers, "note"), title="activations", right=numbers)
     for each in statistics.activations:
         table.add(
-            " ".join(filter(None, (each.module or "the model", each.operator))),
+            named(each.module, each.operator),
             f"{each.rms:.3g}",
             f"{each.greatest:.3g}",
             _percent(each.zeros),
-            _percent(each.dead),
+            "" if each.dead is None else _percent(each.dead),
             "" if each.saturated is None else _percent(each.saturated),
             each.note,
             style="yellow" if each.note else "",
@@ -147,7 +201,7 @@ def _parameters(statistics: Statistics) -> Columns:
             each.parameter,
             f"{each.norm:.3g}",
             "" if each.gradient is None else f"{each.gradient:.3g}",
-            f"{each.update:.3g}",
+            "" if each.update is None else f"{each.update:.3g}",
             "" if each.ratio is None else f"{each.ratio:.2g}",
             each.note,
             style="yellow" if each.note else "",

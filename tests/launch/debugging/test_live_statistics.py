@@ -1,0 +1,115 @@
+"""Statistics that a run samples while it trains, over all ranks of its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.laws.runs import Run, ranks
+
+import trainload
+from trainload.launching.run.journal import losses, read_events
+from trainload.launching.sinks.sink import numbers_of
+from trainload.packaging.package import Package
+from trainload.report.history import read_history
+
+STEPS = 4
+EVERY = 2
+PLANS: dict[str, dict[str, Any]] = {
+    "zero0": {"strategy": "zero0"},
+    "zero1": {"strategy": "zero1"},
+    "zero3": {"strategy": "zero3"},
+    "accumulation": {"strategy": "zero2", "accumulate": 2},
+    "tensor parallel": {"tensor_ranks": 2},
+    "a pipeline": {"pipeline_ranks": 2},
+}
+
+
+def samples(run: Path) -> dict[int, dict[tuple[str, str], float]]:
+    """Return step -> (module or parameter, measure) -> value, of a run's samples."""
+    return {
+        event.data["step"]: {
+            (name.rpartition("/")[0], name.rpartition("/")[2]): value
+            for name, value in numbers_of(event).items()
+        }
+        for event in read_events(run)
+        if event.kind == "statistics"
+    }
+
+
+def launched(package: Package, data: Path, folder: Path, **options: Any) -> Path:
+    plan = trainload.plan(package, trainload.Cluster(), "single")
+    settings = {"compile": False, "backend": "local", "steps": STEPS, **options}
+    trainload.launch(package, plan, data, run_dir=folder, **settings)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, gpt: Package, gpt_data: Path) -> Path:
+    """A run of one process without statistics."""
+    return launched(gpt, gpt_data, tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, gpt: Package, gpt_data: Path) -> Path:
+    """A run of one process with statistics."""
+    return launched(gpt, gpt_data, tmp_path_factory.mktemp("single") / "run", statistics=EVERY)
+
+
+def test_a_sample_is_taken_every_n_steps(single: Path) -> None:
+    assert list(samples(single)) == [2, 4]
+
+
+def test_a_report_keeps_the_last_sample(single: Path) -> None:
+    (sample,) = read_history(read_events(single)).of("statistics")
+    assert sample.data["step"] == STEPS
+
+
+def test_a_run_has_the_same_losses_with_and_without_statistics(single: Path, plain: Path) -> None:
+    assert losses(read_events(single)) == losses(read_events(plain))
+
+
+def test_samples_are_the_statistics_of_the_step_computed_again(single: Path) -> None:
+    statistics = trainload.debug(single, step=EVERY, statistics=True).statistics
+    assert statistics is not None
+    sample = samples(single)[EVERY]
+    for each in statistics.parameters:
+        name = f"statistics/{each.parameter}"
+        assert sample[name, "norm"] == pytest.approx(each.norm, rel=1e-3)
+        assert sample[name, "gradient"] == pytest.approx(each.gradient, rel=1e-3, abs=1e-9)
+        assert sample[name, "update"] == pytest.approx(each.update, rel=1e-3, abs=1e-9)
+    for activation in statistics.activations:
+        if activation.module and not activation.operator:
+            name = f"statistics/{activation.module}"
+            assert sample[name, "rms"] == pytest.approx(activation.rms, rel=1e-3)
+
+
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS.keys())
+def test_every_plan_has_the_statistics_of_one_process(
+    gpt: Package, gpt_data: Path, single: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    plan = trainload.plan(gpt, trainload.Cluster(1, 2), **options)
+    run = Run(tmp_path / "run", gpt, plan, gpt_data, {"steps": STEPS, "statistics": EVERY})
+    with ranks(2, [run], tmp_path) as processes:
+        for process in processes:
+            process.join(300)
+    expected, found = samples(single), samples(run.run_dir)
+    assert found.keys() == expected.keys()
+    for step, sample in found.items():
+        assert sample.keys() == expected[step].keys()
+        assert sample == pytest.approx(expected[step], rel=2e-2, abs=1e-6)
+
+
+def test_a_compiled_run_has_the_same_losses_with_and_without_statistics(
+    gpt: Package, gpt_data: Path, tmp_path: Path
+) -> None:
+    found = [
+        losses(
+            read_events(
+                launched(gpt, gpt_data, tmp_path / name, compile=True, statistics=statistics)
+            )
+        )
+        for name, statistics in (("with", EVERY), ("without", None))
+    ]
+    assert found[0] == found[1]
