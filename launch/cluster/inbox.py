@@ -11,12 +11,12 @@ from ray.exceptions import ActorDiedError, RayError
 from trainload.core.errors import TrainloadError
 from trainload.launching.cluster.buffered_journal import BufferedJournal
 from trainload.launching.cluster.mailbox import Beat, Collected
-from trainload.launching.run.contact import Request, withdraw
+from trainload.launching.run.contact import Wanted, withdraw
 from trainload.launching.run.driver import CheckDriver
 
 LOST_SECONDS = 30.0
 """Time without a response after which a cluster is considered lost."""
-Collect = Callable[[Request, int, int], Collected]
+Collect = Callable[[Wanted, int, int], Collected]
 """`Mailbox.collect`, which raises RayError if the mailbox does not respond."""
 
 
@@ -62,7 +62,7 @@ class Inbox:
         """Forget the heartbeats of an earlier attempt."""
         self.beats = ()
 
-    def receive(self, request: Request) -> tuple[Sequence[Beat], TrainloadError | None]:
+    def receive(self, request: Wanted) -> tuple[Sequence[Beat], TrainloadError | None]:
         """Receive messages.
 
         Args:

@@ -7,12 +7,13 @@ Neither side needs the run's storage to send messages. Only the driver writes th
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainload.core.errors import TrainloadError
 from trainload.launching.run.activity import Doing
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import Request, Wanted
 from trainload.launching.run.journal import Event
 
 _MAX_OUTPUT = 1 << 20
@@ -54,7 +55,7 @@ class NodeReport:
     events: list[Event]
     beats: list[Beat]
     printed: dict[int, str]
-    met: list[Request]
+    met: Sequence[Wanted]
     failure: TrainloadError | None
 
 
@@ -75,7 +76,7 @@ class Collected:
     events: list[Event]
     beats: list[Beat]
     failure: TrainloadError | None
-    met: list[Request]
+    met: list[Wanted]
     printed: dict[int, str]
 
 
@@ -88,7 +89,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._attempt = -1
-        self._request = Request.NONE
+        self._request: Wanted = Request.NONE
         self._number = 0
         self._heard = 0
         self._written = 0
@@ -96,10 +97,10 @@ class Mailbox:
         self._reports: dict[str, int] = {}
         self._beats: dict[int, tuple[float, Beat]] = {}
         self._failure: TrainloadError | None = None
-        self._met: list[Request] = []
+        self._met: list[Wanted] = []
         self._printed: dict[int, str] = {}
         self._out_events: list[Event] = []
-        self._out_met: list[Request] = []
+        self._out_met: list[Wanted] = []
         self._out_printed: dict[int, str] = {}
         self._makers: dict[str, str] = {}
         self._holders: dict[str, list[Any]] = {}
@@ -128,7 +129,7 @@ class Mailbox:
 
     def report(
         self, attempt: int, node: str, number: int, report: NodeReport
-    ) -> tuple[Request, int, int]:
+    ) -> tuple[Wanted, int, int]:
         """Receive a report of a node.
 
         Args:
@@ -157,7 +158,7 @@ class Mailbox:
                 self._request = Request.NONE
         return self._request, self._heard, self._written
 
-    def collect(self, request: Request, written: int, number: int) -> Collected:
+    def collect(self, request: Wanted, written: int, number: int) -> Collected:
         """Return all messages that the driver has not acknowledged.
 
         Args:

@@ -14,7 +14,7 @@ from trainload.launching.cluster.nodes import Node
 from trainload.launching.cluster.reachability import unreachable
 from trainload.launching.cluster.tasks import on_node
 from trainload.launching.ranks.fork_server import ServerOptions
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import Wanted
 from trainload.launching.run.run_spec import RunSpec
 from trainload.sharding.plans.plan import DeviceKind
 
@@ -44,7 +44,7 @@ class RayCluster:
         ray.get(self._mailbox.begin.remote(number))
         return Attempt(spec, self._crew, self._mailbox, number, seats)
 
-    def collect(self, request: Request, written: int, number: int) -> Collected:
+    def collect(self, request: Wanted, written: int, number: int) -> Collected:
         collected: Collected = ray.get(
             self._mailbox.collect.remote(request, written, number), timeout=_LISTEN_SECONDS
         )

@@ -15,7 +15,7 @@ from trainload.core.errors import TrainloadError
 from trainload.launching.cluster.mailbox import Beat, Mailbox, NodeReport
 from trainload.launching.ranks.rank_messages import Flush, Flushed, Met, Printed
 from trainload.launching.run.activity import Doing
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import Request, Wanted
 from trainload.launching.run.journal import Event
 
 REPORT_SECONDS = 1.0
@@ -52,7 +52,7 @@ class _Pending:
 
     events: list[Event] = field(default_factory=list)
     printed: dict[int, str] = field(default_factory=dict)
-    met: list[Request] = field(default_factory=list)
+    met: list[Wanted] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.events or self.printed or self.met)
@@ -79,7 +79,7 @@ class Relay:
         self._failure: TrainloadError | None = None
         self._doing: dict[int, tuple[float, RelayedRank, Doing]] = {}
         self._ranks: list[RelayedRank] = []
-        self._request = Request.NONE
+        self._request: Wanted = Request.NONE
         self._number = 0
         self._report: NodeReport | None = None
         self._sending = threading.Lock()
@@ -108,7 +108,7 @@ class Relay:
                     self._pending.printed[rank.number] = before + text[:room]
                 case Met(request):
                     self._pending.met.append(request)
-                    self._request = Request.NONE if self._request is request else self._request
+                    self._request = Request.NONE if self._request == request else self._request
                 case Flush(number):
                     threading.Thread(
                         target=self._flush_for, args=(rank, number), daemon=True
@@ -155,15 +155,15 @@ class Relay:
                 self._pass_on(answer[0])
             self._closed.wait(_SEND_SECONDS)
 
-    def _pass_on(self, request: Request) -> None:
+    def _pass_on(self, request: Wanted) -> None:
         with self._lock:
-            if request is self._request:
+            if request == self._request:
                 return
             self._request = request
             for rank in self._ranks:
                 rank.send(request)
 
-    def send(self, timeout: float) -> tuple[Request, int, int] | None:
+    def send(self, timeout: float) -> tuple[Wanted, int, int] | None:
         """Send a report, or an earlier one again that was not acknowledged.
 
         Returns:
@@ -185,7 +185,7 @@ class Relay:
                         pending.events, beats, pending.printed, pending.met, self._failure
                     )
             try:
-                answer: tuple[Request, int, int] = ray.get(
+                answer: tuple[Wanted, int, int] = ray.get(
                     self._mailbox.report.remote(
                         self._attempt, self._node, self._number, self._report
                     ),

@@ -35,7 +35,7 @@ from trainload.launching.cluster.retries import Failure
 from trainload.launching.cluster.supervised_run import SupervisedRun, WatchedAttempt
 from trainload.launching.cluster.why_failed import why_failed
 from trainload.launching.run.activity import Phase
-from trainload.launching.run.contact import Request, asked_by_file
+from trainload.launching.run.contact import Request, asked_by_file, first_of
 from trainload.launching.run.journal import GIVEN_UP
 from trainload.launching.run.run_spec import least_plan
 
@@ -180,7 +180,7 @@ class Attempting(State):
     def advance(self) -> State:
         run = self.run
         is_stopping = run.is_stopping()
-        if self.watched.watch(max(self.request, asked_by_file(run.run_dir))):
+        if self.watched.watch(first_of(self.request, asked_by_file(run.run_dir))):
             return self._after()
         is_time = run.is_time_to_look()
         if is_stopping and not isinstance(self, Stopping):
@@ -195,6 +195,7 @@ class Attempting(State):
         """Return the state after the attempt has ended."""
         run = self.run
         self.watched.attempt.end()
+        run.drop_profile()
         if isinstance(self.watched.attempt.error, DevicesTakenError):
             # Two runs that want the same nodes, and have some of them each, must not retry at once.
             return Placing(run, pause=run.chance.uniform(0.0, TAKEN_SECONDS))

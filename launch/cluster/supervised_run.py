@@ -17,7 +17,13 @@ from trainload.launching.cluster.mailbox import Collected
 from trainload.launching.cluster.nodes import Node, seats
 from trainload.launching.cluster.retries import Retries
 from trainload.launching.run.activity import Phase
-from trainload.launching.run.contact import Request, asked_by_file
+from trainload.launching.run.contact import (
+    Request,
+    Wanted,
+    asked_by_file,
+    asked_profile,
+    withdraw,
+)
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
 from trainload.launching.run.monitor import Hang, Monitor
@@ -64,7 +70,7 @@ class AnyCluster(Protocol):
     def start(self, spec: RunSpec, number: int, seats: Sequence[str]) -> AnyAttempt:
         """Start an attempt."""
 
-    def collect(self, request: Request, written: int, number: int) -> Collected:
+    def collect(self, request: Wanted, written: int, number: int) -> Collected:
         """Collect messages; see `Mailbox.collect`."""
 
     def release(self) -> None:
@@ -125,6 +131,22 @@ class SupervisedRun:
         """Return True if the run was asked to stop."""
         self.stop_requested = self.stop_requested or asked_by_file(self.run_dir) is Request.STOP
         return self.stop_requested
+
+    def drop_profile(self) -> None:
+        """Withdraw the request for a profile that an attempt which is over did not complete, so
+        that the next one does not meet it.
+
+        Raises:
+            LeaseLostError: another process drives the run.
+        """
+        request = None
+        with logged_suppress(_log, "it is unknown whether a profile is requested", OSError):
+            request = asked_profile(self.run_dir)
+        if request is not None:
+            error = "the attempt ended before the profile was complete"
+            self.journal.write("profile", id=request.id, error=error)
+            self.check_driver()
+            withdraw(self.run_dir, request)
 
     def stop_error(self, message: str = "the run was asked to stop") -> RunInterrupted:
         """Return the error that ends a run that was asked to stop."""
@@ -242,7 +264,7 @@ class WatchedAttempt:
         beats = self._run.inbox.beats
         return bool(beats) and all(beat.doing.phase is not Phase.STARTING for beat in beats)
 
-    def watch(self, request: Request) -> bool:
+    def watch(self, request: Wanted) -> bool:
         """Receive messages, and kill ranks that hang.
 
         Args:

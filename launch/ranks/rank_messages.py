@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainload.core.errors import TrainloadError
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Has:
 class Met:
     """Message: a request was fulfilled."""
 
-    request: Request
+    request: Wanted
 
 
 @dataclass(frozen=True, slots=True)

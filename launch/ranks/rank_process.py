@@ -38,8 +38,9 @@ from trainload.launching.ranks.rank_messages import (
     Train,
 )
 from trainload.launching.run.activity import Activity
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import Request, Wanted
 from trainload.launching.run.journal import Event, tracebacks_to
+from trainload.launching.run.profile_request import ProfileRequest
 from trainload.launching.run.run_spec import RunSpec
 from trainload.launching.worker.local_run import COLLECTIVE_TIMEOUT
 from trainload.launching.worker.loop import Place, run_worker
@@ -74,7 +75,7 @@ def _receive(
     try:
         while True:
             message = connection.recv()
-            if isinstance(message, Request):
+            if isinstance(message, Request | ProfileRequest):
                 contact.request(message)
             elif isinstance(message, Flushed):
                 contact.hear_flushed(message.number)
@@ -173,7 +174,7 @@ class PipeContact:
         self.provided: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.aborted, self.lingers = threading.Event(), False
         self._sending = threading.Lock()
-        self._request = Request.NONE
+        self._request: Wanted = Request.NONE
         self._flushes = self._answered = 0
         self._answered_changes = threading.Condition()
         self._closed = threading.Event()
@@ -184,7 +185,7 @@ class PipeContact:
         with self._sending:
             self._connection.send(message)
 
-    def request(self, request: Request) -> None:
+    def request(self, request: Wanted) -> None:
         """Receive the pending request of the run."""
         self._request = request
 
@@ -205,11 +206,11 @@ class PipeContact:
             self._answered = max(self._answered, number)
             self._answered_changes.notify_all()
 
-    def asked(self) -> Request:
+    def asked(self) -> Wanted:
         return self._request
 
-    def met(self, request: Request) -> None:
-        if self._request is request:
+    def met(self, request: Wanted) -> None:
+        if self._request == request:
             self._request = Request.NONE
             self.send(Met(request))
 

@@ -27,6 +27,7 @@ class Phase(StrEnum):
     STEP = "in a step"
     COMPARING = "comparing a compiled graph with the interpreted one"
     SEARCHING = "searching for the first value that is not finite"
+    PROFILING = "profiling"
     AGREEING = "agreeing whether to continue"
     EVALUATING = "evaluating"
     SAVING = "saving"

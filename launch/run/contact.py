@@ -11,14 +11,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from trainload.core.errors import LostClusterError, StorageError
-from trainload.core.logs import logged_suppress
+from trainload.core.logs import log_handled, logged_suppress
 from trainload.core.storage.lease import LeaseLostError
 from trainload.launching.run.activity import Activity
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event, Journal, last_word
+from trainload.launching.run.profile_request import (
+    PROFILE_FILE,
+    ProfileRequest,
+    parse_profile_request,
+)
 from trainload.launching.run.run_state import (
     STATE_FILE,
     STATE_SECONDS,
@@ -47,16 +52,44 @@ class Request(IntEnum):
 _FILES = {Request.CHECKPOINT: "checkpoint-now", Request.STOP: "stop"}
 REQUESTS = tuple(_FILES)
 """Requests that have a file."""
+REQUEST_FILES = (*_FILES.values(), PROFILE_FILE)
+"""Names of the files of all requests."""
+Wanted: TypeAlias = Request | ProfileRequest
+"""The pending request of a run. A profile waits for the other requests."""
 
 
-def asked_by_file(run_dir: Path) -> Request:
+def asked_by_file(run_dir: Path) -> Wanted:
     """Return the request that the files in a run's folder make; NONE if storage fails."""
     with suppress(OSError):
-        return max(
+        request = max(
             (request for request, name in _FILES.items() if (run_dir / name).exists()),
             default=Request.NONE,
         )
+        return first_of(request, asked_profile(run_dir))
     return Request.NONE
+
+
+def first_of(request: Request, other: Wanted | None) -> Wanted:
+    """Return the one of two requests that is fulfilled first."""
+    if isinstance(other, Request):
+        return max(request, other)
+    return other if other is not None and request is Request.NONE else request
+
+
+def asked_profile(run_dir: Path) -> ProfileRequest | None:
+    """Return the profile that is requested; None if there is none. A damaged file is removed.
+
+    Raises OSError.
+    """
+    path = run_dir / PROFILE_FILE
+    if not path.exists():
+        return None
+    try:
+        return parse_profile_request(path.read_bytes())
+    except ValueError as error:
+        log_handled(_log, f"{path} is removed", error)
+        path.unlink(missing_ok=True)
+        return None
 
 
 def asked_since_lost(run_dir: Path) -> bool:
@@ -73,17 +106,17 @@ def asked_since_lost(run_dir: Path) -> bool:
     return False
 
 
-def take_back(run_dir: Path, *requests: Request) -> None:
+def take_back(run_dir: Path, *requests: Wanted) -> None:
     """Remove the files of requests that were fulfilled or are obsolete; of all requests if none is
     passed.
 
     Raises OSError.
     """
-    for request in requests or _FILES:
-        (run_dir / request.file).unlink(missing_ok=True)
+    for name in [request.file for request in requests] or REQUEST_FILES:
+        (run_dir / name).unlink(missing_ok=True)
 
 
-def withdraw(run_dir: Path, *requests: Request) -> None:
+def withdraw(run_dir: Path, *requests: Wanted) -> None:
     """Remove files of requests like `take_back`. A failure is logged: they are fulfilled again."""
     message = f"requests to {run_dir} were not withdrawn, so they may be fulfilled again"
     with logged_suppress(_log, message, OSError):
@@ -101,7 +134,7 @@ def clear_requests(run_dir: Path) -> None:
         raise StorageError(
             f"earlier requests to the run cannot be removed: {error.strerror}",
             where=str(run_dir),
-            expected=f"no files {' and '.join(_FILES.values())}, or a writable folder",
+            expected=f"no files {', '.join(REQUEST_FILES)}, or a writable folder",
             hint="Remove these files, then resume the run.",
         ) from error
 
@@ -125,10 +158,10 @@ class Contact(Protocol):
         moment.
         """
 
-    def asked(self) -> Request:
+    def asked(self) -> Wanted:
         """Return the pending request. Only rank 0 calls it."""
 
-    def met(self, request: Request) -> None:
+    def met(self, request: Wanted) -> None:
         """Record that a request was fulfilled, so that it is no longer pending."""
 
     def report(self, activity: Activity) -> None:
@@ -190,10 +223,10 @@ class FileContact:
         if self._published is not None:
             self._published.wait()
 
-    def asked(self) -> Request:
+    def asked(self) -> Wanted:
         return asked_by_file(self._run_dir)
 
-    def met(self, request: Request) -> None:
+    def met(self, request: Wanted) -> None:
         withdraw(self._run_dir, request)
 
     def report(self, activity: Activity) -> None:

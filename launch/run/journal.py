@@ -61,10 +61,10 @@ class Event:
 
     Attributes:
         kind: start (of an attempt), stage, step, statistics (of a step), finding (the first bad
-            value of a step), eval, checkpoint (published), warning, waiting (for nodes or storage),
-            failure (of an attempt, with the action that follows), preemption (of a node,
-            announced), resize (of the world), end (after the last step), failed or stopped (the
-            run), driver (one has begun to drive a run at a URL).
+            value of a step), eval, checkpoint (published), profile (complete, or why it is not),
+            warning, waiting (for nodes or storage), failure (of an attempt, with the action that
+            follows), preemption (of a node, announced), resize (of the world), end (after the last
+            step), failed or stopped (the run), driver (one has begun to drive a run at a URL).
         data: JSON data, which depends on the kind.
         time: seconds since 1970.
 

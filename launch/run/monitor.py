@@ -41,7 +41,7 @@ class Monitor:
         world: number of ranks.
         hang_timeout: seconds without progress, or without a heartbeat, after which a rank hangs.
         start_timeout: the same before the first step, while a rank reads weights and data and
-            compiles, and while it compares compiled graphs.
+            compiles, and while it compares compiled graphs or completes a profile.
         saving_timeout: the same while a rank waits for storage.
         clock: function that returns the time in seconds.
     """
@@ -59,6 +59,7 @@ class Monitor:
         self._others = {
             Phase.STARTING: start_timeout,
             Phase.COMPARING: start_timeout,  # it may compile parts of a graph
+            Phase.PROFILING: start_timeout,  # it derives the graphs once more
             Phase.SAVING: saving_timeout,
             Phase.ENDING: saving_timeout,
         }

@@ -26,7 +26,7 @@ from trainload.core.logs import log_handled
 from trainload.core.storage.interface import StoreFiles, send_file
 from trainload.core.storage.lease import LeaseLostError
 from trainload.core.storage.numbered_parts import NumberedParts
-from trainload.launching.run.contact import REQUESTS, Request
+from trainload.launching.run.contact import REQUEST_FILES, Request
 from trainload.launching.run.copy_use import driven
 from trainload.launching.run.driver import CheckDriver, check_nothing
 from trainload.launching.run.journal import JOURNAL, LOGS, Journal
@@ -41,6 +41,7 @@ _FILES_SECONDS = 60.0
 """Interval between two looks for other files, such as those of TensorBoard."""
 LAST_SECONDS = 60.0
 """Time in which the last records of a run must be published."""
+_MOST_REQUEST_BYTES = 2**20
 _AT_ONCE = 8
 """Number of logs that are published concurrently."""
 
@@ -73,7 +74,7 @@ class Publication:
         self._logs: dict[str, NumberedParts] = {}
         self._bases: dict[str, int] = {}
         self._state = b""
-        self._requests: set[Request] = set()
+        self._requests: set[str] = set()
         self._sent: dict[str, tuple[int, int]] = {}
         self._has_begun = self._has_warned = False
         self._fence = 0  # bytes of the journal up to this driver's event
@@ -103,7 +104,7 @@ class Publication:
             else:
                 self._journal = self._fenced_journal(self._files)
                 self.note_files()
-            self._requests = {each for each in REQUESTS if (self._folder / each.file).exists()}
+            self._requests = {name for name in REQUEST_FILES if (self._folder / name).exists()}
             self._note_bases()
         self._begin_tasks(self._files)
         self._has_begun = True
@@ -313,20 +314,23 @@ class Publication:
     def _pass_requests(self, files: StoreFiles) -> None:
         """Make the requests here that others have made at the URL, and remove fulfilled ones."""
         names = files.names("")
-        for each in REQUESTS:
-            path = self._folder / each.file
-            if each in self._requests and not path.exists():
-                files.delete(each.file)
-                self._requests.discard(each)
-            elif each.file in names and each not in self._requests:
-                path.touch()
-                self._requests.add(each)
+        for name in REQUEST_FILES:
+            path = self._folder / name
+            if name in self._requests and not path.exists():
+                files.delete(name)
+                self._requests.discard(name)
+            elif name in names and name not in self._requests:
+                content = files.read(name, _MOST_REQUEST_BYTES)
+                if content is not None:  # or it was removed meanwhile
+                    replace_file(path, content, durable=False)
+                    self._requests.add(name)
 
     def _pass_stop(self, files: StoreFiles) -> None:
         """Pass on to the driver that this process was asked to stop."""
-        if Request.STOP not in self._requests and (self._folder / Request.STOP.file).exists():
-            files.replace(Request.STOP.file, b"")
-            self._requests.add(Request.STOP)
+        name = Request.STOP.file
+        if name not in self._requests and (self._folder / name).exists():
+            files.replace(name, b"")
+            self._requests.add(name)
 
     def _publish_files(self, files: StoreFiles) -> None:
         self._check_driver()
@@ -346,7 +350,7 @@ class Publication:
 
     def _other_files(self) -> list[str]:
         """Return the files that are sent whole: results, and those of sinks."""
-        own = {JOURNAL, STATE_FILE, RUN_FILE, *(each.file for each in REQUESTS)}
+        own = {JOURNAL, STATE_FILE, RUN_FILE, *REQUEST_FILES}
         found = []
         for path in self._folder.rglob("*"):
             inner = path.relative_to(self._folder)

@@ -1,6 +1,6 @@
 """Working copies of a run at a URL; see `run_place`.
 
-URL/run.json               URL/state.json       URL/stop, URL/checkpoint-now
+URL/run.json               URL/state.json       URL/stop, URL/checkpoint-now, URL/profile-now
 URL/events/00000001.jsonl  the journal, in parts (see `core.storage.numbered_parts`)
 URL/logs/rank-00000/00000001.log  the output of a rank, likewise
 URL/driver/                the lease of the driver
@@ -27,7 +27,7 @@ from trainload.core.storage.numbered_parts import NumberedParts
 from trainload.core.storage.open_files import open_bounded
 from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.node.cache import default_cache_dir
-from trainload.launching.run.contact import REQUESTS, Request
+from trainload.launching.run.contact import REQUEST_FILES, REQUESTS, Request
 from trainload.launching.run.copy_use import LOCKS, driven, is_driven, is_used, is_used_here, used
 from trainload.launching.run.journal import JOURNAL, LOGS, log_name
 from trainload.launching.run.run_directory import RUN_FILE
@@ -40,7 +40,7 @@ KEPT_FILE = ".unpublished"
 """Marks a working copy that may have records which are not at its URL; see `publication`."""
 SINK_FILE = "mlflow-run"
 """A file by which a resumed run finds its run in MLflow."""
-_REQUESTS = frozenset(each.file for each in REQUESTS)
+_REQUESTS = frozenset(REQUEST_FILES)
 _COPIED = frozenset({RUN_FILE, STATE_FILE, SINK_FILE}) | _REQUESTS
 _MOST_BYTES = 2**28
 _LOCK_SECONDS = 60.0
@@ -337,8 +337,8 @@ def forget_requests(folder: Path) -> None:
     """
     files = files_of(folder)
     if files is not None:
-        for each in REQUESTS:
-            files.delete(each.file)
+        for name in REQUEST_FILES:
+            files.delete(name)
 
 
 def _files_at(run_dir: Where) -> StoreFiles | None:

@@ -43,6 +43,7 @@ from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.node.process_groups import gathered, group_of_stage
 from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
+from trainload.launching.profiling.profiling_steps import Profiling
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Request
 from trainload.launching.run.run_directory import resume_command
@@ -145,6 +146,18 @@ class _Worker:
         )
         peaks = peaks_of(self._device, dtypes_of(built.work), default_cache_dir())
         self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
+        self._profiling = Profiling(
+            self._package,
+            self._plan,
+            place.rank,
+            self._device,
+            self._engine,
+            contact,
+            self._control,
+            self._activity,
+            spec.run_dir,
+            spec.steps,
+        )
         self._memory = 0
         self._start = 0
         self._search = Search(
@@ -325,12 +338,17 @@ class _Worker:
         recipe = self._package.recipe
         rows = RankRows(recipe, self._data.order(recipe.seed), self._plan, self._place.rank)
         step = self._start
-        with BatchStream(
-            self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate
-        ) as stream:
+        profiling = self._profiling
+        with (
+            BatchStream(
+                self._data, rows, self._start, spec.steps, ahead=2 * self._plan.accumulate
+            ) as stream,
+            profiling,
+        ):
             clock = _Clock(self._tokens_per_row())
             while step < spec.steps:
-                self._step(step, stream, clock)
+                with profiling.step(step):
+                    self._step(step, profiling.seen(stream), clock)
                 step += 1
                 request = self._asked()
                 if request is Request.STOP:
@@ -340,11 +358,15 @@ class _Worker:
                     and step % spec.eval_every == 0
                     and step < spec.steps
                 ):
-                    self._evaluate(step)
+                    with profiling.span("evaluation"):
+                        self._evaluate(step)
                     clock.skip()
                 due = spec.checkpoint_every is not None and step % spec.checkpoint_every == 0
                 if (due or request is Request.CHECKPOINT) and step < spec.steps:
-                    self._checkpoint(step)
+                    with profiling.span("checkpoint"):
+                        self._checkpoint(step)
+                if profiling.advance(step):
+                    clock.skip()
         if step == spec.steps > 0:
             self._evaluate(step)
         self._activity.at(Phase.ENDING)
@@ -385,7 +407,7 @@ class _Worker:
         seconds = time.perf_counter() - began - self._waits.taken()
         compared = self._compared()
         clock.leave_out(compared)
-        if not compared:
+        if not compared and not self._profiling.records:  # tracing takes time of its own
             self._activity.worked(seconds)
         sampled = [] if statistics is None else statistics.collected()
         if self._place.rank == 0:
@@ -476,15 +498,17 @@ class _Worker:
         usage.
         """
         self._activity.at(Phase.AGREEING)
-        request = Request.NONE
+        request, wants_profile = Request.NONE, False
         if self._place.rank == 0:
-            request = max(
-                Request.CHECKPOINT if self._saver.wanted else Request.NONE, self._contact.asked()
-            )
-        said = torch.tensor([request, used_bytes(self._device)])
+            asked = self._contact.asked()
+            wants_profile = self._profiling.wants(asked)
+            request = asked if isinstance(asked, Request) else Request.NONE
+            request = max(Request.CHECKPOINT if self._saver.wanted else Request.NONE, request)
+        said = torch.tensor([request, used_bytes(self._device), wants_profile])
         if self._control is not None:
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self._control)
         self._memory = int(said[1])
+        self._profiling.agree(bool(said[2]))
         return Request(int(said[0]))
 
     def _checkpoint(self, step: int) -> None:

@@ -59,6 +59,8 @@ from .launching.api.launch import resume as resume
 from .launching.api.make_build import BuildReport as BuildReport
 from .launching.api.make_build import build as build
 from .launching.api.open_package import open as open
+from .launching.api.profile_run import Profile as Profile
+from .launching.api.profile_run import profile as profile
 from .launching.api.verified_build import verify_build as verify_build
 from .launching.data.arrow_file import write_rows as write_rows
 from .launching.run.journal import Event as Event

@@ -42,6 +42,26 @@ RUN = """
 plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=4)
 trainload.launch(package, plan, "train.parquet", run_dir="runs/first", steps=2, backend="local")
 """
+WHILE_IT_RUNS = """
+import threading
+plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=4)
+stop, has_stepped = Path("runs/first/stop").absolute(), threading.Event()
+def on_event(event):
+    if event.kind == "step":
+        has_stepped.set()
+    if event.kind == "profile":
+        stop.touch()
+def train():
+    try:
+        trainload.launch(
+            package, plan, "train.parquet", run_dir="runs/first", steps=10**6, backend="local",
+            on_event=on_event,
+        )
+    except trainload.RunInterrupted:
+        pass
+threading.Thread(target=train).start()
+has_stepped.wait()
+"""
 SECOND = 'trainload.freeze(dataclasses.replace(gpt, seed=1), "second.tl")\n'
 RELEASES = """
 trainload.push("gpt.tl", "models/gpt", line="main", message="first")
@@ -73,6 +93,7 @@ trainload.push("gpt.tl", "models/store", line="gpt")
 trainload.push("second.tl", "models/store", line="gpt")
 Path("my_ops.py").write_text("")
 """,
+    "profile": WHILE_IT_RUNS,
     "promote": RELEASES + 'trainload.push("second.tl", "models/gpt", line="main", promote=False)',
     "pull": RELEASES + 'shutil.rmtree("gpt.tl")',
     "record": LOSS_IN_MODEL,

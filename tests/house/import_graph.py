@@ -66,6 +66,7 @@ LAYERS = [
     "launching.sinks",
     "launching.verification",
     "launching.debugging",
+    "launching.profiling",
     "launching.worker",
     "launching.ranks",
     "launching.cluster",

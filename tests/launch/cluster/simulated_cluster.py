@@ -22,7 +22,7 @@ from trainload.launching.cluster.states import Placing, Running, State
 from trainload.launching.cluster.supervised_run import SupervisedRun
 from trainload.launching.cluster.supervisor import Supervisor
 from trainload.launching.run.activity import Doing, Phase
-from trainload.launching.run.contact import Request
+from trainload.launching.run.contact import Request, Wanted
 from trainload.launching.run.driver import CheckDriver
 from trainload.launching.run.journal import Event
 from trainload.launching.run.run_spec import RunSpec
@@ -90,7 +90,7 @@ class SimulatedAttempt:
         self.error: Exception | None = None
         self.step = cluster.saved
         self.killed: tuple[int, ...] = ()
-        self.request = Request.NONE
+        self.request: Wanted = Request.NONE
 
     @property
     def at_work(self) -> bool:
@@ -110,7 +110,7 @@ class SimulatedAttempt:
         *events: Event,
         phase: Phase = Phase.STEP,
         failure: TrainloadError | None = None,
-        met: Sequence[Request] = (),
+        met: Sequence[Wanted] = (),
         worked: Mapping[int, tuple[int, float]] = MappingProxyType({}),
     ) -> None:
         """Report as the ranks' nodes do, and receive the pending request.
@@ -235,7 +235,7 @@ class SimulatedCluster:
             self.attempt.lose(seat)
         return self.attempt
 
-    def collect(self, request: Request, written: int, number: int) -> Collected:
+    def collect(self, request: Wanted, written: int, number: int) -> Collected:
         self._check()
         return self.mailbox.collect(request, written, number)
 
@@ -254,7 +254,7 @@ class SimulatedCluster:
     def vanish(self) -> None:
         """Lose the cluster for good."""
 
-        def collect(request: Request, written: int, number: int) -> Collected:
+        def collect(request: Wanted, written: int, number: int) -> Collected:
             raise ActorDiedError
 
         self.answers = False

@@ -411,34 +411,17 @@ def simulate(package: Path, plan_file: Path, settings: tuple[str, ...], as_json:
     out().print(view.table(rows))
 
 
-@click.command(short_help="Measure this machine.")
-@click.option(
-    "-o",
-    "--output",
-    type=LocalPath(),
-    metavar="FILE",
-    required=True,
-    help="Write the profile to FILE, as JSON.",
-)
-@click.option(
-    "--device", type=click.Choice(KINDS), default="cpu", show_default=True, help="Kind of device."
-)
-@click.option(
-    "--workers",
-    type=positive,
-    metavar="N",
-    default=2,
-    show_default=True,
-    help="Processes that measure links.",
-)
-@click.option("--name", metavar="NAME", help="Name of the device. Default: FILE's.")
-@json_option
-def profile(
-    output: Path, device: DeviceKind, workers: int, name: str | None, as_json: bool
+def measure_machine(
+    output: Path, device: DeviceKind, workers: int, name: str | None, *, as_json: bool
 ) -> None:
-    """Measure the speed of this machine's devices and links, for `trainload plan --device FILE`.
+    """Measure the speed of this machine's devices and links, and write a profile for the planner.
 
-    Takes a minute. Nothing else should run at the same time.
+    Args:
+        output: path of the new file.
+        device: kind of device.
+        workers: number of processes that measure links.
+        name: name of the device; None for the file's.
+        as_json: print the profile as JSON.
     """
     if output.exists():
         raise StorageError(

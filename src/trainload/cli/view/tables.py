@@ -55,6 +55,8 @@ def event_line(event: Event) -> str:
         return "\n".join([f"failure: {data['message']}; {data['action']}", *rank_lines])
     if "message" in data:
         return f"{event.kind}: {data['message']}"
+    if event.kind == "profile":
+        return _profile_line(data)
     if event.kind == "statistics":
         about = (
             f"of {len(data['activations'])} activations and {len(data['parameters'])} parameters"
@@ -74,6 +76,16 @@ def event_line(event: Event) -> str:
         if name not in _QUIET and value is not None
     )
     return "  ".join([f"{title}:", *values]) if len(data.keys() - _QUIET) else title
+
+
+def _profile_line(data: Mapping[str, Any]) -> str:
+    """Return a line about a profile, whose first step counts from 0."""
+    if data["error"]:
+        return f"profile: not complete: {data['error']}"
+    first, last = data["step"] + 1, data["step"] + data["steps"]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    ranks = ", ".join(map(str, data["ranks"]))
+    return f"profile of {steps}, ranks {ranks}: {data['where']}  {duration(data['seconds'])}"
 
 
 def log_line(event: Event, seconds: float) -> str:
@@ -259,12 +271,12 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
         most = "" if dim.most is None else dim.most
         span = str(dim.least) if dim.symbol is None else f"{dim.symbol}: {dim.least}..{most}"
         causes = "\n".join(
-            f"{_relative_path(cause.place)} {cause.condition}\n  {cause.line}"
+            f"{relative_path(cause.place)} {cause.condition}\n  {cause.line}"
             for cause in dim.causes
         )
         relax = dim.relax
         for cause in dim.causes:
-            relax = relax.replace(cause.place, _relative_path(cause.place))
+            relax = relax.replace(cause.place, relative_path(cause.place))
         columns.add(f"{dim.input}[{dim.dim}]", str(dim.example), span, dim.declared, causes, relax)
     console.print(columns)
     for title, lines in (
@@ -275,7 +287,7 @@ def print_shapes(console: Console, report: ShapeReport) -> None:
             console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _relative_path(place: str) -> str:
+def relative_path(place: str) -> str:
     """Return a path relative to the current folder, if it is inside."""
     return place.removeprefix(f"{Path.cwd()}/")
 
