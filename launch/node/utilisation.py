@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json
 from trainload.launching.node.cache import private_folder
 from trainload.launching.node.measure import products
+from trainload.packaging.package import Package
 from trainload.sharding.analysis.node_costs import flops
 from trainload.sharding.planner.device import profile_of_product
 from trainload.sharding.planner.plan_costs import sizes_of
@@ -148,3 +150,55 @@ def used_bytes(device: torch.device) -> int:
         return torch.cuda.memory_reserved(device)
     with Path("/proc/self/statm").open("rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tokens_per_row(package: Package) -> int | None:
+    """Return the number of tokens of a row of a package's data; None if rows have no tokens, or
+    differ in length.
+    """
+    if package.manifest.variants:  # their rows may differ in length
+        return None
+    for entry in package.manifest.data_inputs().values():
+        if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
+            return entry.shape[1]
+    return None
+
+
+class StepClock:
+    """Running means of the duration and the number of rows of steps.
+
+    Args:
+        tokens_per_row: number of tokens of a row; None if it is unknown.
+    """
+
+    def __init__(self, tokens_per_row: int | None) -> None:
+        self._tokens = tokens_per_row
+        self._means: tuple[float, float] | None = None
+        self._last = time.perf_counter()
+
+    def skip(self) -> None:
+        """Exclude the time since the last tick from the rates."""
+        self._last = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Exclude a number of seconds since the last tick from the rates."""
+        self._last += seconds
+
+    def tick(self, steps_left: int, rows: int) -> dict[str, float]:
+        """Record the end of a step with a number of rows; return its duration, the rates and the
+        seconds left.
+        """
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        before = self._means or (seconds, float(rows))
+        self._means = (0.9 * before[0] + 0.1 * seconds, 0.9 * before[1] + 0.1 * rows)
+        rate = self._means[1] / self._means[0]
+        rates = {
+            "seconds": seconds,
+            "rows_per_second": rate,
+            "seconds_left": self._means[0] * steps_left,
+        }
+        if self._tokens is not None:
+            rates["tokens_per_second"] = rate * self._tokens
+        return rates

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from trainload.autograd_trace.graphs import TANGENT
 from trainload.capture.operators import is_collective, is_overload
-from trainload.launching.debugging.node_origins import line_of, module_of
+from trainload.launching.debugging.node_origins import backward_begins, line_of, module_of
 from trainload.launching.node.built_graphs import Built, BuiltGraph, Call
 from trainload.launching.profiling.live_tensors import LiveTensors, Origin
 from trainload.launching.profiling.profile_result import (
@@ -28,7 +27,6 @@ from trainload.launching.profiling.profile_result import (
     ModuleMemory,
 )
 from trainload.launching.profiling.tensor_kinds import Leaves, origins_of
-from trainload.sharding.pipeline.stages import Part
 from trainload.sharding.plans.parameters_within import parameters_within
 from trainload.sharding.plans.plan import Estimate, Plan
 from trainload.sharding.rewriting.rewrite import update_length
@@ -103,7 +101,6 @@ class InterpretedPass:
     def __init__(self, plan: Plan, rank: int, device: torch.device, state: State) -> None:
         self._plan, self._rank, self._device, self._state = plan, rank, device, state
         self._notes: dict[GraphModule, _GraphNotes] = {}
-        self._backward: frozenset[str] = frozenset()
         self._clocks: list[_Clock] = []
         self.live = LiveTensors(device)
         self._at = ""
@@ -113,12 +110,6 @@ class InterpretedPass:
 
         Its graphs must have the captured operators' stack traces (`uncompiled_build`).
         """
-        self._backward = frozenset(
-            graph.name
-            for stages in built.stages.values()
-            for (_, part), graph in stages.parts.items()
-            if part is not Part.FORWARD
-        )
         updates = set(built.update_names.values())
         return built.replaced(
             lambda graph: graph.call if graph.name in updates else self._measure(graph)
@@ -161,8 +152,7 @@ class InterpretedPass:
 
     def _note(self, module: GraphModule, graph: BuiltGraph) -> _GraphNotes:
         nodes = list(module.graph.nodes)
-        begin = next((at for at, node in enumerate(nodes) if node.name == TANGENT), len(nodes))
-        begin = 0 if graph.name in self._backward else begin
+        begin = backward_begins(module, graph.inputs)
         places = {
             node: _place_of(node, is_backward=position >= begin)
             for position, node in enumerate(nodes)

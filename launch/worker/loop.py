@@ -42,7 +42,14 @@ from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.node.determinism import deterministic
 from trainload.launching.node.graph_comparison import Comparison
 from trainload.launching.node.process_groups import gathered, group_of_stage
-from trainload.launching.node.utilisation import Utilisation, dtypes_of, peaks_of, used_bytes
+from trainload.launching.node.utilisation import (
+    StepClock,
+    Utilisation,
+    dtypes_of,
+    peaks_of,
+    tokens_per_row,
+    used_bytes,
+)
 from trainload.launching.profiling.profiling_steps import Profiling
 from trainload.launching.run.activity import Activity, Phase
 from trainload.launching.run.contact import Contact, Request
@@ -345,7 +352,7 @@ class _Worker:
             ) as stream,
             profiling,
         ):
-            clock = _Clock(self._tokens_per_row())
+            clock = StepClock(tokens_per_row(self._package))
             while step < spec.steps:
                 with profiling.step(step):
                     self._step(step, profiling.seen(stream), clock)
@@ -385,7 +392,7 @@ class _Worker:
             hint=f"Continue with: {resume_command(self._run_dir)}",
         )
 
-    def _step(self, step: int, stream: Iterator[Any], clock: _Clock) -> None:
+    def _step(self, step: int, stream: Iterator[Any], clock: StepClock) -> None:
         self._activity.at(Phase.DATA, step)
         began = time.perf_counter()
         self._waits.taken()
@@ -485,14 +492,6 @@ class _Worker:
             self._contact.write("finding", step=step, **finding.as_json())
         return explained
 
-    def _tokens_per_row(self) -> int | None:
-        if self._package.manifest.variants:  # their rows may differ in length
-            return None
-        for entry in self._package.manifest.data_inputs().values():
-            if "int" in entry.dtype and len(entry.shape) == 2 and isinstance(entry.shape[1], int):
-                return entry.shape[1]
-        return None
-
     def _asked(self) -> Request:
         """Return the pending request, the same on every rank; the ranks also exchange their memory
         usage.
@@ -563,39 +562,3 @@ def _metrics(result: StepResult) -> dict[str, float]:
         metrics |= {f"{graph}.loss": other.loss, f"{graph}.gradient_norm": other.gradient_norm}
         metrics |= {f"{graph}.{name}": value for name, value in other.metrics.items()}
     return metrics
-
-
-class _Clock:
-    """Running means of the duration and the number of rows of steps."""
-
-    def __init__(self, tokens_per_row: int | None) -> None:
-        self._tokens = tokens_per_row
-        self._means: tuple[float, float] | None = None
-        self._last = time.perf_counter()
-
-    def skip(self) -> None:
-        """Exclude the time since the last tick from the rates."""
-        self._last = time.perf_counter()
-
-    def leave_out(self, seconds: float) -> None:
-        """Exclude a number of seconds since the last tick from the rates."""
-        self._last += seconds
-
-    def tick(self, steps_left: int, rows: int) -> dict[str, float]:
-        """Record the end of a step with a number of rows; return its duration, the rates and the
-        seconds left.
-        """
-        now = time.perf_counter()
-        seconds = now - self._last
-        self._last = now
-        before = self._means or (seconds, float(rows))
-        self._means = (0.9 * before[0] + 0.1 * seconds, 0.9 * before[1] + 0.1 * rows)
-        rate = self._means[1] / self._means[0]
-        rates = {
-            "seconds": seconds,
-            "rows_per_second": rate,
-            "seconds_left": self._means[0] * steps_left,
-        }
-        if self._tokens is not None:
-            rates["tokens_per_second"] = rate * self._tokens
-        return rates
