@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 
 from trainload.launching.node.cache import default_cache_dir
-from trainload.report.page import page_of
-from trainload.report.run_folder import read_run
+from trainload.report.runs.page import page_of
+from trainload.report.runs.run_folder import read_run
 
 WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")

@@ -31,9 +31,10 @@ from trainload.launching.run.activity import Doing
 from trainload.launching.run.journal import Event
 from trainload.launching.run.run_state import RankSeen, Summary, write_state
 from trainload.packaging.package import Package
-from trainload.report.charts import Chart, charts_of
-from trainload.report.page import page_of
-from trainload.report.run_folder import read_run
+from trainload.report.frame.figures import Chart
+from trainload.report.runs.charts import charts_of
+from trainload.report.runs.page import page_of
+from trainload.report.runs.run_folder import read_run
 
 EVIL = """<script>alert(1)</script>"><img src=http://evil.example/x onerror=alert(2)> & '$x_1$"""
 FAULTY = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     LocalPath,
     json_option,
@@ -24,25 +25,41 @@ from trainload.launching.run.run_place import place_name, url_of
 _FILE = "report.html"
 
 
-@click.command(short_help="Make a run's report.")
-@click.argument("place", metavar="RUN_DIR or STORE[#LINE]")
+@click.command(short_help="Make a page of a run or package.")
+@click.argument("place", metavar="RUN_DIR, PKG or STORE[#LINE]")
 @click.option(
+    "-o",
     "--output",
     type=LocalPath(),
     metavar="FILE",
     help="Path of the page. Default: report.html.",
 )
+@click.option(
+    "--plan",
+    "plan_file",
+    type=LocalPath(),
+    metavar="FILE",
+    help="Plan of the package: show what it shards and recomputes.",
+)
 @json_option
-def report(place: str, output: Path | None, as_json: bool) -> None:
-    """Write an HTML report of a run, or of a store's releases and ticks, as one file.
+def report(place: str, output: Path | None, plan_file: Path | None, as_json: bool) -> None:
+    """Write an HTML page of a run, of a package, or of a store's releases and ticks, as one file.
 
     For a run: its configuration, curves, failures and timeline, read from its folder, also while it
-    runs. For a store: the current release, its lineage, and metrics over ticks. The page needs no
-    network.
+    runs. For a package: its modules as a tree, with sizes and operations, and the operators beside
+    their source lines. For a store: the current release, its lineage, and metrics over ticks. The
+    page needs no network.
     """
     from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.working_copy import has_run, viewed
+    from trainload.packaging.format.package_paths import MANIFEST
 
+    is_local = "#" not in place and not is_url(place)
+    if is_local and (local_path(place) / MANIFEST).is_file():
+        _report_package(local_path(place), plan_file, output, as_json)
+        return
+    if plan_file is not None:
+        raise click.UsageError("--plan is for the page of a package: pass a package's folder.")
     if "#" in place or (
         not has_run(place) if is_url(place) else (local_path(place) / "store.json").is_file()
     ):
@@ -53,16 +70,44 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
             raise StorageError(
                 "there is no such run",
                 where=place,
-                hint="Pass what was passed to `trainload launch --run-dir`.",
+                hint="Pass what was passed to `trainload launch --run-dir`, or a package's folder.",
             )
         _report_run(files.folder, output, as_json)
+
+
+def _report_package(
+    package: Path, plan_file: Path | None, output: Path | None, as_json: bool
+) -> None:
+    """Write the page about a package."""
+    from trainload.sharding.plans.plan import read_plan
+
+    mark = _page()[1]
+    from trainload.report.packages.graph_page import package_page
+
+    path = output or Path(_FILE)
+    _check_place(path, mark)
+    plan = None if plan_file is None else read_plan(plan_file)
+    opened = shared.open_package(package)
+    with shared.err().status("deriving the training graphs"):
+        page, graphs = package_page(opened, plan)
+    text = page.encode()
+    _write(path, text)
+    if as_json:
+        told = {"package": package, "digest": opened.digest, "report": path, "bytes": len(text)}
+        print_json({**told, "graphs": graphs})
+        return
+    rows = [
+        (name, f"{each['operators']} operators, {each['modules']} modules")
+        for name, each in graphs.items()
+    ]
+    out().print(view.table([("report", str(path)), ("bytes", len(text)), *rows]))
 
 
 def _report_run(run_dir: Path, output: Path | None, as_json: bool) -> None:
     """Write the page about the run in a folder."""
     began = time.perf_counter()
     page_of, mark = _page()
-    from trainload.report.run_folder import read_run
+    from trainload.report.runs.run_folder import read_run
 
     path = output or (run_dir / _FILE if url_of(run_dir) is None else Path(_FILE))
     _check_place(path, mark)
@@ -99,7 +144,7 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
 
     url, _, line = place.partition("#")
     _, mark = _page()
-    from trainload.report.line_page import store_page
+    from trainload.report.stores.line_page import store_page
 
     store = Store(url)
     path = output or Path(_FILE)
@@ -127,8 +172,8 @@ def _page() -> Any:
     Raises: StorageError if a library is not installed.
     """
     try:
-        from trainload.report.page import page_of
-        from trainload.report.page_frame import MARK
+        from trainload.report.frame.page_frame import MARK
+        from trainload.report.runs.page import page_of
     except ImportError as error:
         name = str(error.name or error).partition(".")[0]
         raise StorageError(
