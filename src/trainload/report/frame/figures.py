@@ -87,6 +87,7 @@ class Mark:
         return {"color": shade(self.shade), "alpha": self.alpha, "linewidth": 0}
 
 
+_BARS = ("train", "evaluation", "good", "warning", "failure", "idle", "violet", "teal")
 MARKS: Mapping[str, Mark] = MappingProxyType(
     {
         "train": Mark("train"),
@@ -105,13 +106,10 @@ MARKS: Mapping[str, Mark] = MappingProxyType(
         "drift": Mark("train", marker=".", size=7),
         "prepared": Mark("idle", alpha=0.45, area=True),
         "limit": Mark("failure", dashes=(4, 2)),
-        **{
-            f"{name} bar": Mark(name, alpha=0.9, area=True)
-            for name in ("train", "evaluation", "good", "warning", "failure", "idle")
-        },
+        **{f"{name} bar": Mark(name, alpha=0.9, area=True) for name in _BARS},
         **{
             f"{name} area": Mark(name, area=True)
-            for name in ("train", "evaluation", "good", "violet", "teal", "idle", "again")
+            for name in ("train", "evaluation", "good", "violet", "teal", "idle")
         },
     }
 )

@@ -37,6 +37,8 @@ _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FONT = 11.0
 _PLACEHOLDER = re.compile(r"#0[0-9a-f]de0[0-9a-f]")
+_LONG_NUMBER = re.compile(r"(\d\.\d\d)\d+")
+"""A coordinate in points: a hundredth of one cannot be seen."""
 _FAMILY = re.compile(r"font:\s*(?P<size>[\d.]+)px[^;\"]*")
 
 
@@ -123,7 +125,9 @@ def svg_of(figure: Figure, name: str, label: str | None, titles: Mapping[str, st
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         element.attrib = {
-            key.replace(f"{{{_LINK}}}", ""): _use_page_style(value)
+            key.replace(f"{{{_LINK}}}", ""): (
+                _LONG_NUMBER.sub(r"\1", value) if key == "d" else _use_page_style(value)
+            )
             for key, value in element.attrib.items()
         }
         if (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import GraphModule
 
 from trainload.autograd_trace.graphs import Role, StepGraph
@@ -179,14 +179,13 @@ def _batch(step: StepGraph) -> list[tuple[str, Tensor]]:
 
 def _inputs(step: StepGraph) -> tuple[list[str], list[str]]:
     """Return texts about the inputs, and about the symbols of their sizes."""
-    inputs, symbols = [], {}
+    inputs: list[str] = []
+    symbols: dict[str, int] = {}
     for name, value in _batch(step)[:_MOST_INPUTS]:
         sizes = ", ".join(map(str, value.shape))
         dtype = str(value.dtype).removeprefix("torch.")
         inputs.append(sanitize(f"{name}: {dtype}[{sizes}]", _LONGEST))
-        for each in value.shape:
-            if isinstance(each, SymInt):
-                symbols[str(each)] = number(each)
+        symbols |= {str(each): number(each) for each in value.shape if not str(each).isdigit()}
     return inputs, [sanitize(f"{name} = {value}", _LONGEST) for name, value in symbols.items()]
 
 

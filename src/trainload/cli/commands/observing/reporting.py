@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
 from trainload.cli.commands import shared
+from trainload.cli.commands.page_files import check_libraries, check_page_path, write_page
 from trainload.cli.commands.shared import (
     LocalPath,
     json_option,
@@ -25,7 +25,7 @@ from trainload.launching.run.run_place import place_name, url_of
 _FILE = "report.html"
 
 
-@click.command(short_help="Make a page of a run or package.")
+@click.command(short_help="Make a page of a run.")
 @click.argument("place", metavar="RUN_DIR, PKG or STORE[#LINE]")
 @click.option(
     "-o",
@@ -81,17 +81,17 @@ def _report_package(
     """Write the page about a package."""
     from trainload.sharding.plans.plan import read_plan
 
-    mark = _page()[1]
+    check_libraries()
     from trainload.report.packages.graph_page import package_page
 
     path = output or Path(_FILE)
-    _check_place(path, mark)
+    check_page_path(path)
     plan = None if plan_file is None else read_plan(plan_file)
     opened = shared.open_package(package)
     with shared.err().status("deriving the training graphs"):
         page, graphs = package_page(opened, plan)
     text = page.encode()
-    _write(path, text)
+    write_page(path, text)
     if as_json:
         told = {"package": package, "digest": opened.digest, "report": path, "bytes": len(text)}
         print_json({**told, "graphs": graphs})
@@ -106,14 +106,15 @@ def _report_package(
 def _report_run(run_dir: Path, output: Path | None, as_json: bool) -> None:
     """Write the page about the run in a folder."""
     began = time.perf_counter()
-    page_of, mark = _page()
+    check_libraries()
+    from trainload.report.runs.page import page_of
     from trainload.report.runs.run_folder import read_run
 
     path = output or (run_dir / _FILE if url_of(run_dir) is None else Path(_FILE))
-    _check_place(path, mark)
+    check_page_path(path)
     record = read_run(run_dir)
     text: bytes = page_of(record).encode()
-    _write(path, text)
+    write_page(path, text)
     summary = record.history.summary
     result = {
         "run": place_name(run_dir),
@@ -143,15 +144,15 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
     from trainload.packaging.stores.store import Store
 
     url, _, line = place.partition("#")
-    _, mark = _page()
+    check_libraries()
     from trainload.report.stores.line_page import store_page
 
     store = Store(url)
     path = output or Path(_FILE)
-    _check_place(path, mark)
+    check_page_path(path)
     page, lines = store_page(store, [store.known_line(line)] if line else store.lines())
     text = page.encode()
-    _write(path, text)
+    write_page(path, text)
     result = {"store": store.url, "report": path, "bytes": len(text), "lines": lines}
     if as_json:
         print_json(result)
@@ -164,55 +165,6 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
             for name, each in lines.items()
         ]
         out().print(view.table([("report", str(path)), ("bytes", len(text)), *rows]))
-
-
-def _page() -> Any:
-    """Return the function that makes a page, and the mark of one.
-
-    Raises: StorageError if a library is not installed.
-    """
-    try:
-        from trainload.report.frame.page_frame import MARK
-        from trainload.report.runs.page import page_of
-    except ImportError as error:
-        name = str(error.name or error).partition(".")[0]
-        raise StorageError(
-            f"{name} is not installed",
-            where="report",
-            got=str(error),
-            hint="Run `pip install 'trainload[report]'`.",
-        ) from error
-    return page_of, MARK
-
-
-def _check_place(path: Path, mark: str) -> None:
-    """Check that nothing but a report is replaced."""
-    if not path.exists():
-        return
-    try:
-        with path.open("rb") as file:
-            is_report = mark.encode() in file.read(400)
-    except OSError as error:
-        raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
-    if not is_report:
-        raise StorageError(
-            "it exists already and is not a report",
-            where=str(path),
-            hint="Choose another --output, or remove it.",
-        )
-
-
-def _write(path: Path, data: bytes) -> None:
-    from trainload.core.atomic import replace_file
-
-    try:
-        replace_file(path, data, durable=False)
-    except OSError as error:
-        raise StorageError(
-            f"it cannot be written: {error.strerror}",
-            where=str(path),
-            hint="Choose another path with --output FILE.",
-        ) from error
 
 
 @click.command(short_help="Make a Grafana board.")
