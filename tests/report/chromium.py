@@ -95,7 +95,7 @@ class Page:
                 found.append(f"it says {told['args']}")
             elif method == "Runtime.exceptionThrown":
                 found.append(f"it fails: {told['exceptionDetails']['text']}")
-        return found
+        return list(dict.fromkeys(found))
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
             [value for _, value in points],
             **MARKS["drift"].style,
         )
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0.0, 1.1 * max(max(value for _, value in points), 1e-9))
         _time_axis(axes)
         svg = svg_of(figure, name, "drift over ticks", {})
     return Chart(
