@@ -89,12 +89,14 @@ class RankStep:
         calls: calls of graphs, in order. Without a pipeline, of more than two microbatches only the
             first and the last are here, since the others are as the first.
         left_out: number of microbatches that are left out.
+        length: duration of the update, with those that are left out.
         reserved: memory of the process besides its tensors, which no kind contains.
     """
 
     index: int
     calls: tuple[Call, ...]
     left_out: int
+    length: float
     reserved: int
 
     @property
@@ -154,6 +156,7 @@ class _Step:
         self._cache: dict[str, tuple[tuple[Held, ...], int | None]] = {}
         self._calls: list[Call] = []
         self._left_out = 0
+        self._skipped = 0.0
         self.end = 0.0
         if plan.pipeline is not None:
             self._run_pipeline(timed)
@@ -166,7 +169,13 @@ class _Step:
             if self._plan.pipeline is None:
                 self._run_microbatches(graph)
             self._add("update", "update", update_name(owners[graph]), self._own.gradient_bytes)
-        return RankStep(self._index, tuple(self._calls), self._left_out, self._rank.reserved)
+        return RankStep(
+            self._index,
+            tuple(self._calls),
+            self._left_out,
+            self.end + self._skipped,
+            self._rank.reserved,
+        )
 
     def _run_microbatches(self, graph: str) -> None:
         count = self._plan.accumulate
@@ -175,6 +184,8 @@ class _Step:
         self._left_out = max(0, count - 2)
         for number, name in zip((1, count), names, strict=False):
             self._add(f"{graph}, microbatch {number} of {count}", "step", name, gradients)
+            if number == 1:
+                self._skipped += self._left_out * self._calls[-1].length
 
     def _run_pipeline(self, timed: Sequence[TimedAction] | None) -> None:
         starts = {str(each.action): each.start for each in timed or ()}

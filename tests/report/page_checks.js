@@ -11,6 +11,14 @@ const checks = {
     }
   },
 
+  isBroken(node, match) {
+    const range = document.createRange();
+    range.setStart(node, match.index);
+    range.setEnd(node, match.index + match[0].length);
+    const rects = [...range.getClientRects()].filter((each) => each.width > 0);
+    return rects.some((each) => Math.abs(each.top - rects[0].top) > 4);
+  },
+
   // numbers, with their units, that continue on another line; digits of a name or a digest are none
   brokenNumbers() {
     const unit = "(?:[ \\u00a0](?:bytes|[KMGT]iB|ms|us|ns|s)\\b|[%A-Za-z]{1,3}\\b)";
@@ -18,11 +26,20 @@ const checks = {
     const broken = [];
     for (const [node] of checks.texts("svg, code, script, style")) {
       for (const match of node.textContent.matchAll(number)) {
-        const range = document.createRange();
-        range.setStart(node, match.index);
-        range.setEnd(node, match.index + match[0].length);
-        const rects = [...range.getClientRects()].filter((each) => each.width > 0);
-        if (rects.some((each) => Math.abs(each.top - rects[0].top) > 4)) broken.push(match[0]);
+        if (checks.isBroken(node, match)) broken.push(match[0]);
+      }
+    }
+    return broken;
+  },
+
+  // short words of tables and titles that continue on another line
+  brokenWords() {
+    const word = /(?<![\p{L}\p{N}_])[\p{L}\p{N}_]{2,14}(?![\p{L}\p{N}_])/gu;
+    const broken = [];
+    for (const [node, element] of checks.texts("svg, code, script, style")) {
+      if (!element.closest("td, th, dt, summary, .tiles")) continue;
+      for (const match of node.textContent.matchAll(word)) {
+        if (checks.isBroken(node, match)) broken.push(match[0]);
       }
     }
     return broken;

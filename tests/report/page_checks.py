@@ -21,7 +21,9 @@ async def call(page: Page, function: str, *arguments: Any) -> Any:
 
 
 async def layout(page: Page, width: int) -> list[str]:
-    """Check the width, numbers, contrast and headings, as opened and with all details open."""
+    """Check the width, numbers, words, contrast and headings, as opened and with all details
+    open.
+    """
     wrong = []
     for state in ("as opened", "with all details open"):
         across = await page.value("document.documentElement.scrollWidth")
@@ -29,6 +31,8 @@ async def layout(page: Page, width: int) -> list[str]:
             wrong.append(f"{state}, the page is {across} wide")
         if broken := await call(page, "brokenNumbers"):
             wrong.append(f"{state}, {len(broken)} numbers break across lines: {broken[:5]}")
+        if broken := await call(page, "brokenWords"):
+            wrong.append(f"{state}, {len(broken)} words break across lines: {broken[:5]}")
         if low := await call(page, "lowContrast"):
             wrong.append(f"{state}, {len(low)} texts have too little contrast: {low[:5]}")
         await call(page, "openAll")

@@ -9,7 +9,7 @@ import pytest
 from tests.report.made import FAULTY, Read, made_run
 
 from trainload.report.frame.figures import MARKS, sample
-from trainload.report.frame.page_frame import keep_units
+from trainload.report.frame.page_frame import keep_places, keep_units
 from trainload.report.runs.charts import charts_of
 from trainload.report.runs.run_folder import read_run
 
@@ -52,3 +52,9 @@ def test_readers_of_the_text_skip_a_mark(kind: str) -> None:
 )
 def test_a_number_stays_beside_its_unit(text: str, expected: str) -> None:
     assert keep_units(text) == expected
+
+
+def test_a_line_number_stays_beside_its_file() -> None:
+    assert keep_places("at /a/b/model.py:12 in <f>") == (
+        'at /a/b/<span class="n">model.py:12</span> in &lt;f&gt;'
+    )

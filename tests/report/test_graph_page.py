@@ -151,7 +151,7 @@ def hostile(tiny: Package, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("hostile") / EVIL.replace("/", "")
     shutil.copytree(tiny.path, folder)
     document = read_debug(folder, NAME)
-    document["files"] = [[EVIL, EVIL] for _ in document["files"]]
+    document["files"] = [[f"{EVIL}\n", EVIL] for _ in document["files"]]
     document["graphs"] = {
         graph: {node: [EVIL, 0, 1, EVIL] for node in nodes}
         for graph, nodes in document["graphs"].items()

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from trainload.core.formatting import size
 from trainload.core.versions import VERSION
@@ -27,6 +27,8 @@ MARK = "trainload report"
 _WITH_UNIT = re.compile(
     r"(\d) (?=(?:[KMGT]i?)?B\b|bytes\b|[mun]?s\b|[kMGTP]?FLOPs?\b|rows\b|steps\b|ranks\b|%|UTC\b)"
 )
+
+_PLACE = re.compile(r"[A-Za-z0-9_-]{1,40}\.[a-z]{1,5}:\d{1,7}\b")
 
 
 def rendered(template: str, *, script: str = "", **values: Any) -> str:
@@ -60,13 +62,25 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["key"] = sample
-    environment.filters |= {"units": keep_units, "size": size, "count": count}
+    environment.filters |= {
+        "units": keep_units,
+        "places": keep_places,
+        "size": size,
+        "count": count,
+    }
     return environment
 
 
 def keep_units(text: str) -> str:
     """Return a text in which no line breaks between a number and its unit."""
     return _WITH_UNIT.sub("\\1\N{NO-BREAK SPACE}", text)
+
+
+def keep_places(text: str) -> Markup:
+    """Return a text as HTML in which no line breaks within a file's name and a line number, such as
+    "model.py:12", however long the path before it is.
+    """
+    return Markup(_PLACE.sub(r'<span class="n">\g<0></span>', str(escape(text))))  # safe: escaped
 
 
 def _read(name: str) -> str:

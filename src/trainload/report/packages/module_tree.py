@@ -156,7 +156,9 @@ class _Tree:
         text = sanitize(operator.text, _LONGEST_OPERATOR)
         if key not in own.lines:
             place = operator.place
-            where = f"{files[place.file]}:{place.line}" if place is not None and place.file else ""
+            # a path with control characters is in `files` as it was, and in a place without them
+            name = "" if place is None or not place.file else files.get(place.file, place.file)
+            where = f"{sanitize(name, _LONGEST_NAME)}:{place.line}" if place and name else ""
             source = sanitize(place.text, _LONGEST_SOURCE) if place is not None else ""
             if not self._budget.spend(where, source, text):
                 own.hidden += 1

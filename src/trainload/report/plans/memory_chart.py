@@ -94,6 +94,8 @@ def _points(calls: Sequence[Call]) -> tuple[np.ndarray, np.ndarray]:
             if last > first
         ]
         x, held = x[chosen], held[chosen]
+    if x[0] > 0:  # the rank waits for the first microbatch
+        x, held = np.append(0.0, x), np.concatenate([held[:1], held])
     return np.append(x, max(end, float(x[-1]))), np.concatenate([held, held[-1:]])
 
 

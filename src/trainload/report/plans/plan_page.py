@@ -139,9 +139,9 @@ def _tiles(
             f"of {size(device.memory_bytes)}" if device is not None else "without the process",
         ),
     ]
-    if device is not None and not steps[0].left_out:
-        end = max(call.start + call.length for step in steps for call in step.calls)
-        tiles.append(("time of an update", interval(end), f"on {device.name}"))
+    if device is not None:
+        length = max(step.length for step in steps)
+        tiles.append(("time of an update", interval(length), f"on {device.name}"))
     sent = plan.estimate.communication_bytes_per_step
     tiles.append(("sent by a rank", size(sent), "for an update"))
     return tiles
@@ -153,7 +153,7 @@ def _facts(plan: Plan, device: DeviceProfile | None) -> list[tuple[str, str]]:
         ("cluster", f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device}"),
         (
             "data axis",
-            f"{plan.data_ranks} ranks, {plan.strategy}"
+            f"{plan.strategy}, ranks: {plan.data_ranks}"
             + (f", {plan.replicas} copies" if plan.replicas > 1 and plan.shard_degree > 1 else ""),
         ),
         (

@@ -58,10 +58,18 @@ def grids_of(plan: Plan) -> list[Grid]:
             width, kind = plan.shard_degree, "copy"
             columns = [f"shard {at}" for at in range(width)]
         else:
-            width, kind = min(plan.cluster.devices_per_node, len(lane)), "row"
-            columns = [f"+{at}" for at in range(width)]
+            devices = plan.cluster.devices_per_node
+            width = min(devices, len(lane))
+            is_aligned = len(lane) % devices == 0
+            kind = "node" if is_aligned else "row"
+            columns = [f"device {at}" if is_aligned else f"+{at}" for at in range(width)]
         parts = enumerate(lane[at : at + width] for at in range(0, len(lane), width))
-        rows = [Row(f"{kind} {number}", _nodes(plan, ranks), ranks) for number, ranks in parts]
+        rows = [
+            Row(_nodes(plan, ranks), "", ranks)
+            if kind == "node"
+            else Row(f"{kind} {number}", _nodes(plan, ranks), ranks)
+            for number, ranks in parts
+        ]
         kept = rows[: max(1, most_rows // width)]
         stages = f", stages {', '.join(map(str, _stages(plan, place)))}" if plan.pipeline else ""
         title = f"pipeline rank {place}{stages}" if pipeline > 1 else "all ranks"
