@@ -22,7 +22,8 @@ const checks = {
   // numbers, with their units, that continue on another line; digits of a name or a digest are none
   brokenNumbers() {
     const unit = "(?:[ \\u00a0](?:bytes|[KMGT]iB|ms|us|ns|s)\\b|[%A-Za-z]{1,3}\\b)";
-    const number = new RegExp(`(?<![\\w.])[-+]?\\d[\\d.,:]*${unit}?(?!\\w)`, "g");
+    const time = "\\d{4}-\\d\\d-\\d\\d(?:[T ][\\d:]+Z?)?";
+    const number = new RegExp(`${time}|(?<![\\w.])[-+]?\\d[\\d.,:]*${unit}?(?!\\w)`, "g");
     const broken = [];
     for (const [node] of checks.texts("svg, code, script, style")) {
       for (const match of node.textContent.matchAll(number)) {

@@ -48,9 +48,11 @@ def test_readers_of_the_text_skip_a_mark(kind: str) -> None:
         ("4.5 GiB of 8 GiB", "4.5\xa0GiB of 8\xa0GiB"),
         ("12 ms, 3 rows", "12\xa0ms, 3\xa0rows"),
         ("2 nodes", "2 nodes"),
+        ("since 2026-01-02T03:04:05Z", 'since <span class="n">2026-01-02T03:04:05Z</span>'),
+        ("<b>", "&lt;b&gt;"),
     ],
 )
-def test_a_number_stays_beside_its_unit(text: str, expected: str) -> None:
+def test_a_number_stays_beside_its_unit_and_a_time_is_whole(text: str, expected: str) -> None:
     assert keep_units(text) == expected
 
 

@@ -28,6 +28,7 @@ _WITH_UNIT = re.compile(
     r"(\d) (?=(?:[KMGT]i?)?B\b|bytes\b|[mun]?s\b|[kMGTP]?FLOPs?\b|rows\b|steps\b|ranks\b|%|UTC\b)"
 )
 
+_TIME = re.compile(r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?Z?)?(?:\N{NO-BREAK SPACE}UTC)?")
 _PLACE = re.compile(r"[A-Za-z0-9_-]{1,40}\.[a-z]{1,5}:\d{1,7}\b")
 
 
@@ -71,9 +72,10 @@ def _environment() -> Environment:
     return environment
 
 
-def keep_units(text: str) -> str:
-    """Return a text in which no line breaks between a number and its unit."""
-    return _WITH_UNIT.sub("\\1\N{NO-BREAK SPACE}", text)
+def keep_units(text: str) -> Markup:
+    """Return a text as HTML in which no line breaks between a number and its unit, or in a time."""
+    kept = _WITH_UNIT.sub("\\1\N{NO-BREAK SPACE}", str(escape(text)))
+    return Markup(_TIME.sub(r'<span class="n">\g<0></span>', kept))  # safe: escaped
 
 
 def keep_places(text: str) -> Markup:
