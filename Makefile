@@ -6,7 +6,7 @@
 #   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
 #   make grid    every strategy with every kind of model, against one process: docs/grid.md
-#   make browser  opens the page of a run in Chromium, which it installs where it is missing
+#   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
 #   make coverage-suite   which models can be frozen: docs/coverage.md, in some hours
 
 PYTHON ?= python3

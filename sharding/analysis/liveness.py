@@ -5,7 +5,7 @@ in it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,15 +159,32 @@ def _is_contiguous(value: Tensor) -> bool:
     return True
 
 
-def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> GraphMemory:
-    """Return the memory of a flat graph whose nodes run one after the other, with each value kept
-    until its last use.
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The time at which a running graph computes a node.
+
+    Attributes:
+        node: the node.
+        allocated: storages that it allocates.
+        freed: storages that nothing needs after it.
+        inside: bytes that the bodies of its operator hold while it runs.
+    """
+
+    node: Node
+    allocated: Sequence[int]
+    freed: Sequence[int]
+    inside: int
+
+
+def moments(module: GraphModule, storages: Storages, sizes: Sizes = EXAMPLE) -> Iterator[Moment]:
+    """Yield a moment for each operator of a flat graph, in order, with each value kept until its
+    last use.
 
     Args:
         module: the graph; every node has `meta["val"]`.
+        storages: its storages.
         sizes: the value of each symbol.
     """
-    storages = Storages(module, sizes)
     nodes = list(module.graph.nodes)
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):
@@ -180,6 +197,25 @@ def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> GraphMemory:
     freed: dict[int, list[int]] = {}
     for storage, index in last.items():
         freed.setdefault(index, []).append(storage)
+    for index, node in enumerate(nodes):
+        if node.op not in ("output", "placeholder"):
+            yield Moment(
+                node,
+                storages.allocated.get(node, ()),
+                freed.get(index, ()),
+                _body_memory(module, node, sizes),
+            )
+
+
+def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> GraphMemory:
+    """Return the memory of a flat graph whose nodes run one after the other, with each value kept
+    until its last use.
+
+    Args:
+        module: the graph; every node has `meta["val"]`.
+        sizes: the value of each symbol.
+    """
+    storages = Storages(module, sizes)
     sent = {
         allocated
         for node, own in storages.allocated.items()
@@ -188,23 +224,19 @@ def held(module: GraphModule, sizes: Sizes = EXAMPLE) -> GraphMemory:
     }
     alive = flying = on_host = most_on_host = 0
     most = GraphMemory(0, 0, 0, "")
-    for index, node in enumerate(nodes):
-        if node.op == "output":
-            return replace(most, left=alive, host=most_on_host)
-        if node.op == "placeholder":
-            continue
-        new, old = storages.allocated.get(node, ()), freed.get(index, ())
+    for moment in moments(module, storages, sizes):
+        new, old = moment.allocated, moment.freed
         alive += sum(storages.bytes[allocated] for allocated in new)
         flying += sum(storages.bytes[allocated] for allocated in new if allocated in sent)
         on_host += sum(storages.host[allocated] for allocated in new)
         most_on_host = max(most_on_host, on_host)
-        now = alive + _body_memory(module, node, sizes)
+        now = alive + moment.inside
         if now > most.peak:
-            most = GraphMemory(now, 0, flying, node.name)
+            most = GraphMemory(now, 0, flying, moment.node.name)
         alive -= sum(storages.bytes[storage] for storage in old)
         flying -= sum(storages.bytes[storage] for storage in old if storage in sent)
         on_host -= sum(storages.host[storage] for storage in old)
-    raise AssertionError("a graph ends with its output")
+    return replace(most, left=alive, host=most_on_host)
 
 
 def _values_needed(node: Node) -> Iterator[Node]:

@@ -4,7 +4,7 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -134,12 +134,9 @@ def costs(
         device: device of each rank.
         compiled: True if graphs are compiled.
     """
-    spans = {
-        name: span_of(groups, plan.cluster.devices_per_node)
-        for name, groups in plan.groups().items()
-    }
+    spans = spans_of(plan)
     rank_costs = [
-        _Rank(package, plan, graphs, device, spans, index, compiled=compiled)
+        RankCosts(package, plan, graphs, device, spans, index, compiled=compiled)
         for index, graphs in enumerate(ranks)
     ]
     memory = max((rank.memory() for rank in rank_costs), key=lambda each: each.peak)
@@ -156,38 +153,59 @@ def costs(
     return Costs(memory, time, lines)
 
 
-class _Rank:
-    """One rank of the pipeline, or any rank without one."""
+def spans_of(plan: Plan) -> dict[str, Span]:
+    """Return name of a process group -> its span on the cluster."""
+    return {
+        name: span_of(groups, plan.cluster.devices_per_node)
+        for name, groups in plan.groups().items()
+    }
+
+
+class RankCosts:
+    """Costs of one rank of the pipeline, or of any rank without one.
+
+    Args:
+        package: the package.
+        plan: the plan.
+        graphs: graphs of the rank.
+        device: device of the rank; None to leave out times.
+        spans: result of `spans_of`.
+        index: place of the rank in the pipeline.
+        compiled: True if graphs are compiled.
+
+    Attributes:
+        main: name of the main training graph.
+        graphs: graphs of the rank.
+        sizes: name of a training graph -> the value of each symbol of its sizes.
+        held: name of a training graph or update -> its memory.
+        lines: name of a training graph or update -> its timeline.
+    """
 
     def __init__(
         self,
         package: Package,
         plan: Plan,
         graphs: RankGraphs,
-        device: DeviceProfile,
+        device: DeviceProfile | None,
         spans: Mapping[str, Span],
         index: int,
         *,
         compiled: bool,
     ) -> None:
-        self._package, self._plan, self._graphs, self._device, self._index = (
-            package,
-            plan,
-            graphs,
-            device,
-            index,
-        )
+        self._package, self._plan, self._device, self._index = package, plan, device, index
+        self.graphs = graphs
         self.main = package.manifest.training_graphs()[0]
         trained = {name: graph for name, graph in graphs.ranks.items() if self._trains(name)}
-        sizes = {name: self._sizes(graph) for name, graph in trained.items()}
-        self.held = {name: held(graph.module, sizes[name]) for name, graph in trained.items()}
-        self.lines = {
-            name: timeline(graph.module, device, spans, sizes[name], compiled=compiled)
-            for name, graph in trained.items()
-        }
-        for owner, module in graphs.updates.items():
-            self.held[update_name(owner)] = held(module)
-            self.lines[update_name(owner)] = timeline(module, device, spans, compiled=compiled)
+        self.sizes = {name: self._sizes(graph) for name, graph in trained.items()}
+        modules = {name: graph.module for name, graph in trained.items()}
+        modules |= {update_name(owner): module for owner, module in graphs.updates.items()}
+        self.held = {name: held(each, self.sizes.get(name, {})) for name, each in modules.items()}
+        self.lines: dict[str, Timeline] = {}
+        if device is not None:
+            self.lines = {
+                name: timeline(each, device, spans, self.sizes.get(name, {}), compiled=compiled)
+                for name, each in modules.items()
+            }
 
     def _trains(self, name: str) -> bool:
         training = self._package.manifest.training_graphs()
@@ -197,7 +215,7 @@ class _Rank:
         rows = self._plan.rows_per_call
         if self._plan.pipeline is None:
             return sizes_of(graph.module, graph.inputs, rows)
-        stages = self._graphs.cuts[self.main]
+        stages = self.graphs.cuts[self.main]
         return {
             name: rows if at == 0 else stages.example[name]
             for name, (_, at) in stages.symbols.items()
@@ -206,11 +224,11 @@ class _Rank:
     def name_of(self, action: Action) -> str | None:
         """Return the name of an action's graph, or None if the action does nothing."""
         name = stage_name(self.main, action.stage, action.part)
-        return name if name in self.lines else None
+        return name if name in self.held else None
 
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message between stages."""
-        stages, rows = self._graphs.cuts[self.main], self._plan.rows_per_call
+        stages, rows = self.graphs.cuts[self.main], self._plan.rows_per_call
         symbols = {
             name: rows if at == 0 else stages.example[name]
             for name, (_, at) in stages.symbols.items()
@@ -259,17 +277,17 @@ class _Rank:
         ]
         peaks += [
             (f"{update_name(owner)}", self.held[update_name(owner)], static.gradient_bytes)
-            for owner in self._graphs.updates
+            for owner in self.graphs.updates
         ]
         where, at, gradients = max(peaks, key=lambda peak: peak[1].peak + peak[2])
         return Memory(
             parameters=static.parameter_bytes,
             optimizer=static.optimizer_bytes,
-            buffers=self._buffers(),
+            buffers=self.buffers,
             gradients=gradients,
             activations=at.peak - at.communication,
             communication=at.communication,
-            reserved=self._device.reserved_bytes,
+            reserved=self.reserved,
             at=f"{where}: {at.at}",
             host=max(graph.host for graph in self.held.values()),
         )
@@ -282,13 +300,23 @@ class _Rank:
         return name, self.held[name], gradients if self._plan.accumulate > 1 else 0
 
     def _pipeline_peak(self) -> GraphMemory:
-        """Simulate the rank's actions: values kept of each microbatch in flight, and the values of
-        the running action.
+        """Return the greatest memory of the rank's actions, with what is kept between them."""
+        most = GraphMemory(0, 0, 0, "")
+        for action, name, others in self.kept_between():
+            here = self.held[name]
+            if here.peak + others > most.peak:
+                most = GraphMemory(
+                    here.peak + others, 0, here.communication, f"{action}, {here.at}"
+                )
+        return most
+
+    def kept_between(self) -> Iterator[tuple[Action, str, int]]:
+        """Yield the rank's actions that have a graph, in order: the action, the graph's name, and
+        the bytes that are kept of microbatches in flight while it runs.
         """
         pipeline = self._plan.pipeline
         assert pipeline is not None
         live_bytes: dict[tuple[int, int], int] = {}
-        most = GraphMemory(0, 0, 0, "")
         for instruction in instructions(
             pipeline.order, pipeline.stage_ranks, self._plan.accumulate
         )[self._index]:
@@ -300,18 +328,19 @@ class _Rank:
             key = (instruction.stage, instruction.microbatch)
             name = self.name_of(instruction)
             if name is not None:
-                here, others = self.held[name], sum(live_bytes.values())
-                if here.peak + others > most.peak:
-                    most = GraphMemory(
-                        here.peak + others, 0, here.communication, f"{instruction}, {here.at}"
-                    )
-                live_bytes[key] = live_bytes.get(key, 0) + here.left
+                yield instruction, name, sum(live_bytes.values())
+                live_bytes[key] = live_bytes.get(key, 0) + self.held[name].left
             if instruction.part in (Part.BACKWARD, Part.WEIGHT):
                 live_bytes.pop(key, None)
-        return most
 
-    def _buffers(self) -> int:
-        """Return the bytes of the model's buffers and of the rows of one update."""
+    @property
+    def reserved(self) -> int:
+        """Bytes of the process besides its tensors."""
+        return 0 if self._device is None else self._device.reserved_bytes
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of the model's buffers and of the rows of one update."""
         manifest, plan = self._package.manifest, self._plan
         own = sum(_bytes(buffer.shape, buffer.dtype) for buffer in manifest.buffers)
         inputs = manifest.data_inputs().values()
@@ -322,31 +351,59 @@ class _Rank:
         return own + row * plan.rows_per_call * plan.accumulate
 
 
-def _pipeline_time(
-    plan: Plan, ranks: Sequence[_Rank], device: DeviceProfile, span: Span
-) -> StepTime:
-    """Simulate the actions of all ranks of a pipeline."""
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action of a pipeline and its time.
+
+    Attributes:
+        action: the action.
+        graph: name of its graph; None if it does nothing.
+        start: time at which it begins, in seconds after the first action of all ranks.
+        seconds: its duration.
+    """
+
+    action: Action
+    graph: str | None
+    start: float
+    seconds: float
+
+
+def pipeline_actions(
+    plan: Plan, ranks: Sequence[RankCosts], device: DeviceProfile, span: Span
+) -> list[list[TimedAction]]:
+    """Simulate the actions of all ranks of a pipeline.
+
+    Args:
+        plan: a plan with a pipeline.
+        ranks: costs of its pipeline ranks, in order.
+        device: device of each rank.
+        span: span of the group of a pipeline.
+
+    Returns:
+        The actions of each rank, in order.
+    """
     pipeline = plan.pipeline
     assert pipeline is not None
     homes = pipeline.stage_ranks
     rows = [[Action.parse(text) for text in row] for row in pipeline.order]
     ready: dict[tuple[int, Part, int], float] = {}
     """Time at which the input of an action from another stage is available."""
-    clock, busy, exposed = ([0.0] * len(rows) for _ in range(3))
-    at = [0] * len(rows)
-    while any(at[rank] < len(row) for rank, row in enumerate(rows)):
+    clock = [0.0] * len(rows)
+    timed: list[list[TimedAction]] = [[] for _ in rows]
+    while any(len(timed[rank]) < len(row) for rank, row in enumerate(rows)):
         for rank, row in enumerate(rows):
-            while at[rank] < len(row) and _key(row[at[rank]], len(homes)) in (None, *ready):
-                action = row[at[rank]]
-                at[rank] += 1
+            while len(timed[rank]) < len(row) and _key(row[len(timed[rank])], len(homes)) in (
+                None,
+                *ready,
+            ):
+                action = row[len(timed[rank])]
                 name = ranks[rank].name_of(action)
-                line = ranks[rank].lines[name] if name is not None else None
+                seconds = ranks[rank].lines[name].seconds if name is not None else 0.0
                 start = max(
                     clock[rank], ready.get(_key(action, len(homes)) or (-1, Part.FORWARD, -1), 0.0)
                 )
-                clock[rank] = start + (line.seconds if line is not None else 0.0)
-                busy[rank] += line.seconds if line is not None else 0.0
-                exposed[rank] += line.exposed if line is not None else 0.0
+                timed[rank].append(TimedAction(action, name, start, seconds))
+                clock[rank] = start + seconds
                 message = message_of(action, homes)
                 if message is not None:
                     sent = (
@@ -358,14 +415,28 @@ def _pipeline_time(
                     ready[message.boundary + int(message.up), kind, message.microbatch] = (
                         clock[rank] + sent
                     )
-    total = max(clock)
-    slowest = max(range(len(rows)), key=lambda rank: busy[rank])
+    return timed
+
+
+def _pipeline_time(
+    plan: Plan, ranks: Sequence[RankCosts], device: DeviceProfile, span: Span
+) -> StepTime:
+    """Return the time of a step of a pipeline."""
+    timed = pipeline_actions(plan, ranks, device, span)
+    total = max(row[-1].start + row[-1].seconds for row in timed)
+    busy = [sum(each.seconds for each in row) for row in timed]
+    slowest = max(range(len(busy)), key=lambda rank: busy[rank])
+    lines = [
+        [rank.lines[each.graph] for each in row if each.graph is not None]
+        for rank, row in zip(ranks, timed, strict=True)
+    ]
+    exposed = sum(line.exposed for line in lines[slowest])
     return StepTime(
-        compute=busy[slowest] - exposed[slowest],
-        exposed=exposed[slowest],
+        compute=busy[slowest] - exposed,
+        exposed=exposed,
         bubble=total - busy[slowest],
         update=max(rank.update.seconds for rank in ranks),
-        flops=max(_flops(rank, row) for rank, row in zip(ranks, rows, strict=True)),
+        flops=max(sum(line.flops for line in row) for row in lines),
     )
 
 
@@ -380,11 +451,6 @@ def _key(action: Action, count: int) -> tuple[int, Part, int] | None:
         Part.FORWARD if action.part is Part.FORWARD else Part.BACKWARD,
         action.microbatch,
     )
-
-
-def _flops(rank: _Rank, row: Sequence[Action]) -> float:
-    names = [rank.name_of(action) for action in row]
-    return sum(rank.lines[name].flops for name in names if name is not None)
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:

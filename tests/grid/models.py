@@ -229,7 +229,8 @@ def _on_digits(model: Callable[[], nn.Module]) -> Callable[[], trainload.Job]:
     return make
 
 
-def _llama(layers: int = 2) -> trainload.Job:
+def llama(layers: int = 2) -> trainload.Job:
+    """Return a job of a small Llama from Transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -288,7 +289,7 @@ MODELS = {
     "vision transformer": Model(_on_digits(VisionTransformer), _digits),
     "convolutions, batch norm": Model(_on_digits(Convolutions), _digits, normalised=True),
     "mixture of experts": Model(_on_digits(Mixture), _digits),
-    "Llama": Model(_llama, _tokens),
+    "Llama": Model(llama, _tokens),
     "cond": Model(_on_digits(Branches), _digits),
     "scan": Model(_on_digits(Recurrence), _digits),
 }
@@ -300,6 +301,6 @@ DEEP = {
     "mixture of experts, 4 blocks": Model(
         _on_digits(lambda: VisionTransformer(4, Experts)), _digits
     ),
-    "Llama, 4 layers": Model(lambda: _llama(4), _tokens),
+    "Llama, 4 layers": Model(lambda: llama(4), _tokens),
 }
 """Models with layers that repeat."""

@@ -101,7 +101,16 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     }
     page = {
         f"trainload/report/{name}"
-        for name in ("page.css", "base.html", "parts.html", "page.html", "line.html")
+        for name in (
+            "frame/page.css",
+            "frame/base.html",
+            "frame/parts.html",
+            "runs/page.html",
+            "stores/line.html",
+            "packages/graph.html",
+            "packages/graph.js",
+            "plans/plan.html",
+        )
     }
     others = {"py.typed", "__init__.pyi", "launching/described/gpu.c"}
     assert held == {*stages, *face, *data, *page, *(f"trainload/{name}" for name in others)}

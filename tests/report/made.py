@@ -94,6 +94,28 @@ def event(time: float, kind: str, **data: Any) -> Event:
     return Event(kind, data, BEGIN + time)
 
 
+FAULTY = [
+    event(2, "stage", name="data", seconds=2.0),
+    start(5, world=2),
+    event(5, "eval", step=0, loss=4.0, metrics={"accuracy": 0.1}, seconds=0.5),
+    *[
+        step(
+            5 + number, number, 4.0 - number * 0.1, mfu=0.3, memory=2**34, metrics={"accuracy": 0.5}
+        )
+        for number in range(1, 11)
+    ],
+    event(12, "checkpoint", step=6, seconds=0.5, bytes=10),
+    event(16, "warning", message="a checkpoint could not be written"),
+    failure(20, doing={"0": "in a step at step 10", "1": "saving at step 10"}, nodes=["node1"]),
+    event(21, "resize", message="2 -> 1 ranks", world=1),
+    start(30, step=6),
+    *steps(30, range(6, 20)),
+    event(40, "preemption", message="node node0 will be gone", node="node0", seconds_left=30.0),
+    event(44, "end", step=20, steps=20),
+]
+"""Events of a run of two ranks with failures, restarts and warnings."""
+
+
 def long_journal(run_dir: Path, count: int, spike_at: int, spike: float) -> None:
     """Write a journal of many steps without the overhead of events."""
     with (run_dir / JOURNAL).open("a") as file:

@@ -6,9 +6,9 @@ import pytest
 from tests.report.made import BEGIN, event, failure, start, steps
 
 from trainload.launching.run.journal import GIVEN_UP, Event
-from trainload.report.episodes import Attempt, attempts_of
-from trainload.report.failures import Failure, failures_of, time_spent
-from trainload.report.history import read_history
+from trainload.report.runs.episodes import Attempt, attempts_of
+from trainload.report.runs.failures import Failure, failures_of, time_spent
+from trainload.report.runs.history import read_history
 
 
 def read(

@@ -12,8 +12,8 @@ from hypothesis import strategies as given_by
 from tests.report.made import made_run, start, step, steps
 
 from trainload.launching.run.journal import JOURNAL, losses, read_events, stream_events
-from trainload.report.history import read_history
-from trainload.report.thinning import thin
+from trainload.report.runs.history import read_history
+from trainload.report.runs.thinning import thin
 
 NUMBERS = given_by.lists(
     given_by.floats(-1e6, 1e6) | given_by.just(math.nan) | given_by.just(math.inf),

@@ -15,6 +15,7 @@ import pytest
 from tests.launch.commands import refused
 from tests.report.made import (
     BEGIN,
+    FAULTY,
     Read,
     event,
     failure,
@@ -31,30 +32,12 @@ from trainload.launching.run.activity import Doing
 from trainload.launching.run.journal import Event
 from trainload.launching.run.run_state import RankSeen, Summary, write_state
 from trainload.packaging.package import Package
-from trainload.report.charts import Chart, charts_of
-from trainload.report.page import page_of
-from trainload.report.run_folder import read_run
+from trainload.report.frame.figures import Chart
+from trainload.report.runs.charts import charts_of
+from trainload.report.runs.page import page_of
+from trainload.report.runs.run_folder import read_run
 
 EVIL = """<script>alert(1)</script>"><img src=http://evil.example/x onerror=alert(2)> & '$x_1$"""
-FAULTY = [
-    event(2, "stage", name="data", seconds=2.0),
-    start(5, world=2),
-    event(5, "eval", step=0, loss=4.0, metrics={"accuracy": 0.1}, seconds=0.5),
-    *[
-        step(
-            5 + number, number, 4.0 - number * 0.1, mfu=0.3, memory=2**34, metrics={"accuracy": 0.5}
-        )
-        for number in range(1, 11)
-    ],
-    event(12, "checkpoint", step=6, seconds=0.5, bytes=10),
-    event(16, "warning", message="a checkpoint could not be written"),
-    failure(20, doing={"0": "in a step at step 10", "1": "saving at step 10"}, nodes=["node1"]),
-    event(21, "resize", message="2 -> 1 ranks", world=1),
-    start(30, step=6),
-    *steps(30, range(6, 20)),
-    event(40, "preemption", message="node node0 will be gone", node="node0", seconds_left=30.0),
-    event(44, "end", step=20, steps=20),
-]
 
 
 def page(run_dir: Path) -> Read:

@@ -27,3 +27,11 @@ def size(count: int) -> str:
             return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("the last unit returns")
+
+
+def interval(seconds: float) -> str:
+    """Format a short time: `0.0123` -> "12.3 ms"."""
+    for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -1,1 +1,3 @@
-"""Reports of runs and stores as self-contained HTML files. Rendering needs the extra `report`."""
+"""Pages of runs, stores, packages and plans as self-contained HTML files. Rendering needs the extra
+`report`.
+"""

@@ -77,14 +77,24 @@ def _line(name: str, node: Node, sources: SourceMap, graph: str) -> Line:
     is_unchanged = place is not None and place.unchanged
     return Line(
         node=name,
-        text=(
-            f"{'    ' * (name.count('/') // 2)}{node.name}{_shape(node)} ="
-            f" {spelled(node.target)}({', '.join(_arguments(node))})"
-        ),
+        text=listed_text(name, node),
         module=modules[-1] if modules else "",
         file=place.file if place is not None and is_unchanged else None,
         line=place.line if place is not None and is_unchanged else None,
         source=place.text if place is not None else "",
+    )
+
+
+def listed_text(name: str, node: Node) -> str:
+    """Return a call as text: its name, dtype, shape with symbolic sizes, operator and arguments.
+
+    Args:
+        name: name of the node in debug/; nodes of bodies are indented.
+        node: the node.
+    """
+    return (
+        f"{'    ' * (name.count('/') // 2)}{node.name}{_shape(node)} ="
+        f" {spelled(node.target)}({', '.join(_arguments(node))})"
     )
 
 

@@ -23,7 +23,7 @@ import trainload
 from trainload.launching.run.journal import losses, read_events
 from trainload.launching.sinks.sink import numbers_of
 from trainload.packaging.package import Package
-from trainload.report.history import read_history
+from trainload.report.runs.history import read_history
 
 STEPS = 4
 EVERY = 2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands import shared
+from trainload.cli.commands.page_files import check_libraries, check_page_path, write_page
 from trainload.cli.commands.shared import (
     CountOf,
     LocalPath,
@@ -121,6 +122,7 @@ plan_file_option = click.option(
     type=click.Choice(BATCH_NORMS),
     default="averaged",
     metavar="S",
+    hidden=True,  # the help of the others fills a screen; docs/plans.md has it
     help=f"One of {', '.join(BATCH_NORMS)}.",
 )
 @click.option(
@@ -133,7 +135,7 @@ plan_file_option = click.option(
     "--bucket-mib",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
-    hidden=True,  # the help of the others fills a screen; docs/plans.md has it
+    hidden=True,  # as above
     help="Size of parameter buckets. Default: 25.",
 )
 @click.option(
@@ -153,6 +155,13 @@ plan_file_option = click.option(
     type=LocalPath(),
     metavar="FILE",
     help="Write the plan to FILE, as JSON.",
+)
+@click.option(
+    "--html",
+    "page",
+    type=LocalPath(),
+    metavar="FILE",
+    help="Write a page about the plan to FILE.",
 )
 @json_option
 def plan(
@@ -176,6 +185,7 @@ def plan(
     settings: tuple[str, ...],
     explain: int | None,
     output: Path | None,
+    page: Path | None,
     as_json: bool,
 ) -> None:
     """Plan the distribution of a package over a cluster. No cluster is needed."""
@@ -185,6 +195,9 @@ def plan(
         raise StorageError(
             "it exists already", where=str(output), hint="Choose another path, or remove it."
         )
+    if page is not None:
+        check_libraries()
+        check_page_path(page)
     name, shard_ranks = strategy or (None, None)
     options: dict[str, Any] = {
         "shard_ranks": shard_ranks,
@@ -214,7 +227,12 @@ def plan(
         cluster = {"nodes": nodes, "devices_per_node": devices_per_node}
         searched = {"global_batch": global_batch, "options": options}
         _plan_best(
-            opened, cluster, device, choices, searched, _OutputOptions(explain, output, as_json)
+            opened,
+            cluster,
+            device,
+            choices,
+            searched,
+            _OutputOptions(explain, output, page, as_json),
         )
         return
     if explain is not None:
@@ -238,6 +256,8 @@ def plan(
     planned = make_plan(opened, nodes, devices_per_node, device, name, **options)
     if output is not None:
         write_text(output, planned.model_dump_json(indent=2) + "\n")
+    if page is not None:
+        _write_page(page, opened, planned)
     if as_json:
         print_json(planned)
         return
@@ -246,6 +266,8 @@ def plan(
         rows.append(("note", note))
     if output is not None:
         rows.append(("plan", str(output)))
+    if page is not None:
+        rows.append(("page", str(page)))
     out().print(view.table(rows))
 
 
@@ -502,6 +524,8 @@ def _plan_best(
             simulate(package, best.plan)
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
+    if best is not None and show.page is not None:
+        _write_page(show.page, package, best.plan, profile, result, source)
     (
         print_json(plans_view.as_record(result))
         if show.as_json
@@ -517,10 +541,20 @@ def _plan_best(
         raise plans_view.nothing_fits(result, smallest(source, shape, profile, wanted, **options))
 
 
+def _write_page(path: Path, package: Package, planned: Plan, *found: Any) -> None:
+    """Write the page of a plan. `found`: further arguments of `plan_page`."""
+    from trainload.report.plans.plan_page import plan_page
+
+    with err().status("simulating the plan"):
+        text = plan_page(package, planned, *found)
+    write_page(path, text.encode())
+
+
 @dataclass(frozen=True, slots=True)
 class _OutputOptions:
     """Show the results of a search, and write the best plan to its file."""
 
     explain: int | None
     output: Path | None
+    page: Path | None
     as_json: bool

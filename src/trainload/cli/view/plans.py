@@ -10,9 +10,10 @@ from rich.console import Console
 
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import PlanError
-from trainload.core.formatting import size
+from trainload.core.formatting import interval, size
 from trainload.sharding.planner.plan_costs import Memory, StepTime
 from trainload.sharding.planner.search import Candidate, Found
+from trainload.sharding.planner.verdicts import TIMES, verdict_on
 
 _MEMORY = (
     "parameters",
@@ -23,7 +24,6 @@ _MEMORY = (
     "buffers",
     "reserved",
 )
-_TIME = ("compute", "exposed", "bubble", "update")
 
 
 def print_found(console: Console, result: Found, output: Path | None) -> None:
@@ -49,12 +49,12 @@ def print_found(console: Console, result: Found, output: Path | None) -> None:
             str(choice.accumulate),
             choice.recompute,
             size(candidate.costs.memory.peak),
-            seconds(time.seconds),
+            interval(time.seconds),
             *shares,
         )
     console.print(table)
     for number, candidate in enumerate(result.candidates, 1):
-        console.print(f"{number}: {beside(result, candidate)}", highlight=False)
+        console.print(f"{number}: {verdict_on(result, candidate)}", highlight=False)
     if best is not None:
         console.print(f"memory of 1: {_format_memory(best.costs.memory)}", highlight=False)
         console.print(f"time of 1: {_format_time(best.costs.time)}", highlight=False)
@@ -62,30 +62,6 @@ def print_found(console: Console, result: Found, output: Path | None) -> None:
         console.print(f"not made: {each.choice}: {each.reason}", highlight=False, soft_wrap=True)
     if output is not None and best is not None:
         console.print(f"plan: {output}", highlight=False)
-
-
-def beside(result: Found, candidate: Candidate) -> str:
-    """Return why a candidate is not the best one, or in which respect it is the best."""
-    best = result.best
-    over = candidate.costs.memory.peak - result.device.memory_bytes
-    if over > 0:
-        return f"needs {size(over)} more than is available"
-    if best is None or candidate is best:
-        return "the fastest that fits"
-    time, best_time = candidate.costs.time, best.costs.time
-    excess = {name: getattr(time, name) - getattr(best_time, name) for name in _TIME}
-    worst = max(excess, key=lambda name: excess[name])
-    return (
-        f"{time.seconds / best_time.seconds - 1:.1%} slower: {seconds(excess[worst])} more {worst}"
-    )
-
-
-def seconds(value: float) -> str:
-    """Format a time for people."""
-    for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= least:
-            return f"{value / least:.3g} {unit}"
-    return f"{value * 1e9:.3g} ns"
 
 
 def nothing_fits(result: Found, smallest: Candidate | None) -> PlanError:
@@ -119,7 +95,7 @@ def _format_memory(memory: Memory) -> str:
 
 def _format_time(time: StepTime) -> str:
     return (
-        ", ".join(f"{name} {seconds(getattr(time, name))}" for name in _TIME)
+        ", ".join(f"{name} {interval(getattr(time, name))}" for name in TIMES)
         + f"; {time.flops / time.seconds / 1e12:.3g} TFLOP/s a device"
     )
 
@@ -144,9 +120,9 @@ def as_record(result: Found) -> dict[str, Any]:
             "peak_at": c.costs.memory.at,
             "host_bytes": c.costs.memory.host,
             "seconds": c.costs.time.seconds,
-            "time": {name: getattr(c.costs.time, name) for name in _TIME},
+            "time": {name: getattr(c.costs.time, name) for name in TIMES},
             "flops": c.costs.time.flops,
-            "beside_the_best": beside(result, c),
+            "beside_the_best": verdict_on(result, c),
         }
         for c in result.candidates
     ]
@@ -195,15 +171,15 @@ def print_explained(console: Console, candidate: Candidate, most: int = 40) -> N
         console.print(
             _rows(
                 ("time", "nodes", "operator", "bound by"),
-                [[seconds(s), str(int(n)), *key] for s, n, *key in ranked[:12]],
+                [[interval(s), str(int(n)), *key] for s, n, *key in ranked[:12]],
             )
         )
         longest = sorted(line.rows, key=lambda row: -row.seconds)[:most]
         slowest = sorted((row for row in longest if row.seconds), key=lambda row: row.start)
         cells = [
             [
-                seconds(r.start),
-                seconds(r.seconds),
+                interval(r.start),
+                interval(r.seconds),
                 r.node,
                 r.operator,
                 r.why,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
+from trainload.cli.commands import shared
+from trainload.cli.commands.page_files import check_libraries, check_page_path, write_page
 from trainload.cli.commands.shared import (
     LocalPath,
     json_option,
@@ -24,25 +25,41 @@ from trainload.launching.run.run_place import place_name, url_of
 _FILE = "report.html"
 
 
-@click.command(short_help="Make a run's report.")
-@click.argument("place", metavar="RUN_DIR or STORE[#LINE]")
+@click.command(short_help="Make a page of a run.")
+@click.argument("place", metavar="RUN_DIR, PKG or STORE[#LINE]")
 @click.option(
+    "-o",
     "--output",
     type=LocalPath(),
     metavar="FILE",
     help="Path of the page. Default: report.html.",
 )
+@click.option(
+    "--plan",
+    "plan_file",
+    type=LocalPath(),
+    metavar="FILE",
+    help="Plan of the package: show what it shards and recomputes.",
+)
 @json_option
-def report(place: str, output: Path | None, as_json: bool) -> None:
-    """Write an HTML report of a run, or of a store's releases and ticks, as one file.
+def report(place: str, output: Path | None, plan_file: Path | None, as_json: bool) -> None:
+    """Write an HTML page of a run, of a package, or of a store's releases and ticks, as one file.
 
     For a run: its configuration, curves, failures and timeline, read from its folder, also while it
-    runs. For a store: the current release, its lineage, and metrics over ticks. The page needs no
-    network.
+    runs. For a package: its modules as a tree, with sizes and operations, and the operators beside
+    their source lines. For a store: the current release, its lineage, and metrics over ticks. The
+    page needs no network.
     """
     from trainload.launching.run.run_directory import RUN_FILE
     from trainload.launching.run.working_copy import has_run, viewed
+    from trainload.packaging.format.package_paths import MANIFEST
 
+    is_local = "#" not in place and not is_url(place)
+    if is_local and (local_path(place) / MANIFEST).is_file():
+        _report_package(local_path(place), plan_file, output, as_json)
+        return
+    if plan_file is not None:
+        raise click.UsageError("--plan is for the page of a package: pass a package's folder.")
     if "#" in place or (
         not has_run(place) if is_url(place) else (local_path(place) / "store.json").is_file()
     ):
@@ -53,22 +70,51 @@ def report(place: str, output: Path | None, as_json: bool) -> None:
             raise StorageError(
                 "there is no such run",
                 where=place,
-                hint="Pass what was passed to `trainload launch --run-dir`.",
+                hint="Pass what was passed to `trainload launch --run-dir`, or a package's folder.",
             )
         _report_run(files.folder, output, as_json)
+
+
+def _report_package(
+    package: Path, plan_file: Path | None, output: Path | None, as_json: bool
+) -> None:
+    """Write the page about a package."""
+    from trainload.sharding.plans.plan import read_plan
+
+    check_libraries()
+    from trainload.report.packages.graph_page import package_page
+
+    path = output or Path(_FILE)
+    check_page_path(path)
+    plan = None if plan_file is None else read_plan(plan_file)
+    opened = shared.open_package(package)
+    with shared.err().status("deriving the training graphs"):
+        page, graphs = package_page(opened, plan)
+    text = page.encode()
+    write_page(path, text)
+    if as_json:
+        told = {"package": package, "digest": opened.digest, "report": path, "bytes": len(text)}
+        print_json({**told, "graphs": graphs})
+        return
+    rows = [
+        (name, f"{each['operators']} operators, {each['modules']} modules")
+        for name, each in graphs.items()
+    ]
+    out().print(view.table([("report", str(path)), ("bytes", len(text)), *rows]))
 
 
 def _report_run(run_dir: Path, output: Path | None, as_json: bool) -> None:
     """Write the page about the run in a folder."""
     began = time.perf_counter()
-    page_of, mark = _page()
-    from trainload.report.run_folder import read_run
+    check_libraries()
+    from trainload.report.runs.page import page_of
+    from trainload.report.runs.run_folder import read_run
 
     path = output or (run_dir / _FILE if url_of(run_dir) is None else Path(_FILE))
-    _check_place(path, mark)
+    check_page_path(path)
     record = read_run(run_dir)
     text: bytes = page_of(record).encode()
-    _write(path, text)
+    write_page(path, text)
     summary = record.history.summary
     result = {
         "run": place_name(run_dir),
@@ -98,15 +144,15 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
     from trainload.packaging.stores.store import Store
 
     url, _, line = place.partition("#")
-    _, mark = _page()
-    from trainload.report.line_page import store_page
+    check_libraries()
+    from trainload.report.stores.line_page import store_page
 
     store = Store(url)
     path = output or Path(_FILE)
-    _check_place(path, mark)
+    check_page_path(path)
     page, lines = store_page(store, [store.known_line(line)] if line else store.lines())
     text = page.encode()
-    _write(path, text)
+    write_page(path, text)
     result = {"store": store.url, "report": path, "bytes": len(text), "lines": lines}
     if as_json:
         print_json(result)
@@ -119,55 +165,6 @@ def _report_store(place: str, output: Path | None, as_json: bool) -> None:
             for name, each in lines.items()
         ]
         out().print(view.table([("report", str(path)), ("bytes", len(text)), *rows]))
-
-
-def _page() -> Any:
-    """Return the function that makes a page, and the mark of one.
-
-    Raises: StorageError if a library is not installed.
-    """
-    try:
-        from trainload.report.page import page_of
-        from trainload.report.page_frame import MARK
-    except ImportError as error:
-        name = str(error.name or error).partition(".")[0]
-        raise StorageError(
-            f"{name} is not installed",
-            where="report",
-            got=str(error),
-            hint="Run `pip install 'trainload[report]'`.",
-        ) from error
-    return page_of, MARK
-
-
-def _check_place(path: Path, mark: str) -> None:
-    """Check that nothing but a report is replaced."""
-    if not path.exists():
-        return
-    try:
-        with path.open("rb") as file:
-            is_report = mark.encode() in file.read(400)
-    except OSError as error:
-        raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
-    if not is_report:
-        raise StorageError(
-            "it exists already and is not a report",
-            where=str(path),
-            hint="Choose another --output, or remove it.",
-        )
-
-
-def _write(path: Path, data: bytes) -> None:
-    from trainload.core.atomic import replace_file
-
-    try:
-        replace_file(path, data, durable=False)
-    except OSError as error:
-        raise StorageError(
-            f"it cannot be written: {error.strerror}",
-            where=str(path),
-            hint="Choose another path with --output FILE.",
-        ) from error
 
 
 @click.command(short_help="Make a Grafana board.")

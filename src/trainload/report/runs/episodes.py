@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from trainload.launching.run.journal import Event
-from trainload.report.history import History
+from trainload.report.runs.history import History
 
 Outcome = Literal["ended", "failed", "stopped", "moved", "broke off", "going on"]
 BROKE_OFF = "the journal ends abruptly: the driver of the run, or its only worker, was killed"

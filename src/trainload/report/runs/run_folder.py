@@ -18,10 +18,10 @@ from trainload.launching.run.run_state import Phase, RunState, read_state
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.package import read_manifest
-from trainload.report.episodes import Attempt, attempts_of
-from trainload.report.failures import Failure, failures_of, time_spent
-from trainload.report.history import History, read_history
-from trainload.report.words import sanitize
+from trainload.report.frame.words import sanitize
+from trainload.report.runs.episodes import Attempt, attempts_of
+from trainload.report.runs.failures import Failure, failures_of, time_spent
+from trainload.report.runs.history import History, read_history
 
 _SETTINGS = (
     "keep",

@@ -10,12 +10,12 @@ from markupsafe import Markup
 
 from trainload.core.formatting import duration
 from trainload.launching.run.run_state import RankSeen
-from trainload.report.charts import charts_of
-from trainload.report.failures import Failure
-from trainload.report.page_frame import rendered
-from trainload.report.run_folder import Record, facts_of
-from trainload.report.timeline import ENDS, OUTCOMES, timeline_of
-from trainload.report.words import count, moment, percent, ranks, sanitize, span
+from trainload.report.frame.page_frame import rendered
+from trainload.report.frame.words import count, moment, percent, ranks, sanitize, span
+from trainload.report.runs.charts import charts_of
+from trainload.report.runs.failures import Failure
+from trainload.report.runs.run_folder import Record, facts_of
+from trainload.report.runs.timeline import ENDS, OUTCOMES, timeline_of
 
 _WIDE, _NARROW = 11.2, 4.6
 """Widths of the timeline in inches."""
@@ -62,7 +62,7 @@ class _FailureRow:
 def page_of(record: Record) -> str:
     """Return the report of a run as HTML."""
     return rendered(
-        "page.html",
+        "runs/page.html",
         name=record.run_dir.name,
         folder=sanitize(record.spec.run_dir),
         phase=record.phase,

@@ -18,37 +18,18 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from trainload.report.history import History, Numbers
-from trainload.report.svg import drawing, shade, svg_of
-from trainload.report.thinning import Line, thin
-from trainload.report.words import count, percent
+from trainload.report.frame.figures import CHART_SIZE, MARKS, Chart
+from trainload.report.frame.svg import drawing, svg_of
+from trainload.report.frame.words import count, percent
+from trainload.report.runs.history import History, Numbers
+from trainload.report.runs.thinning import Line, thin
 
-_SIZE = (6.4, 2.75)
 _LOG_BEYOND = 20.0
 """Ratio of large to small numbers, without outliers, above which a logarithmic scale is used."""
 _MOST_STRETCHES = 60
 _MOST_METRICS = 12
 _MOST_MARKS = 400
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A chart for the page.
-
-    Attributes:
-        name: name that is unique in the page.
-        title: title of the chart.
-        svg: the SVG element.
-        legend: (CSS class, text) of each entry.
-        note: remark about the drawing, such as its scale; "" for none.
-    """
-
-    name: str
-    title: str
-    svg: str
-    legend: tuple[tuple[str, str], ...]
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +107,7 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     evaluated = [(float(step), value) for step, value in curve.evaluated if np.isfinite(value)]
     if line is None and not evaluated:
         return None
-    figure = Figure(figsize=_SIZE, layout="constrained")
+    figure = Figure(figsize=CHART_SIZE, layout="constrained")
     axes = figure.add_subplot()
     legend: list[tuple[str, str]] = []
     stretches = [
@@ -135,11 +116,14 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     if _draw_discarded(axes, stretches):
         legend.append(("again", "repeated later"))
     if line is not None:
-        _draw_line(axes, line)
-        legend.insert(0, ("train", "training" if curve.evaluated else "each step"))
+        legend = [
+            (_draw_line(axes, line), "training" if curve.evaluated else "each step"),
+            *([("band", "minimum to maximum")] if line.thinned else []),
+            *legend,
+        ]
     if evaluated:
         x, y = np.array(_select_points(evaluated)).T
-        axes.plot(x, y, color=shade("evaluation"), marker="o", markersize=3.2, zorder=4)
+        axes.plot(x, y, **MARKS["evaluation"].style, zorder=4)
         legend.append(("evaluation", "evaluation"))
     log = curve.log and _is_wide(line, evaluated)
     _scale(axes, curve, log)
@@ -151,8 +135,7 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
         axes.plot(
             line.broken,
             np.ones(len(line.broken)),
-            "v",
-            color=shade("failure"),
+            **MARKS["broken"].style,
             transform=axes.get_xaxis_transform(),
             clip_on=False,
         )
@@ -169,13 +152,13 @@ def _chart(curve: _Curve, history: History) -> Chart | None:
     )
 
 
-def _draw_line(axes: Axes, line: Line) -> None:
+def _draw_line(axes: Axes, line: Line) -> str:
+    """Draw a line, with a band if it was thinned; return the kind of its mark."""
     if line.thinned:
-        axes.fill_between(
-            line.x, line.low, line.high, color=shade("train"), alpha=0.25, linewidth=0.0, zorder=2
-        )
-    lone = len(line.x) == 1
-    axes.plot(line.x, line.mean, color=shade("train"), marker="o" if lone else None, zorder=3)
+        axes.fill_between(line.x, line.low, line.high, **MARKS["band"].fill, zorder=2)
+    kind = "lone" if len(line.x) == 1 else "train"
+    axes.plot(line.x, line.mean, **MARKS[kind].style, zorder=3)
+    return kind
 
 
 def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) -> bool:
@@ -186,17 +169,10 @@ def _draw_discarded(axes: Axes, stretches: Sequence[tuple[Numbers, Numbers]]) ->
     for x, y in stretches:
         line = thin(x, y, 60)
         if line is not None:
-            marker = "o" if len(line.x) == 1 else None
-            axes.plot(
-                line.x,
-                line.mean,
-                color=shade("again"),
-                marker=marker,
-                linewidth=6.0,
-                alpha=0.55,
-                solid_capstyle="round",
-                zorder=1,
-            )
+            # a single number is a line of no length, whose ends are round
+            twice = np.repeat(line.x, 2), np.repeat(line.mean, 2)
+            x, mean = twice if len(line.x) == 1 else (line.x, line.mean)
+            axes.plot(x, mean, **MARKS["again"].style, zorder=1)
             any_drawn = True
     return any_drawn
 
@@ -207,14 +183,7 @@ def _draw_restarts(axes: Axes, history: History) -> bool:
     """
     restart_steps = [float(event.data["step"]) for event in history.of("start")[1:]]
     for step in sorted(set(restart_steps))[-_MOST_STRETCHES:]:
-        axes.axvline(
-            step,
-            color=shade("failure"),
-            linewidth=0.9,
-            linestyle=(0, (3, 3)),
-            alpha=0.7,
-            zorder=1.5,
-        )
+        axes.axvline(step, **MARKS["restart"].style, zorder=1.5)
     return bool(restart_steps)
 
 
@@ -225,10 +194,7 @@ def _draw_checkpoints(axes: Axes, history: History) -> bool:
         axes.plot(
             x,
             np.zeros(len(x)),
-            "|",
-            color=shade("good"),
-            markersize=9,
-            markeredgewidth=1.4,
+            **MARKS["checkpoint"].style,
             transform=axes.get_xaxis_transform(),
         )
     return bool(points)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainload.report.history import Numbers
+from trainload.report.runs.history import Numbers
 
 BUCKETS = 500
 """Maximum number of points of a line, and of the band around it."""

@@ -9,19 +9,19 @@ from typing import Any
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
 
-from trainload.report.charts import Chart
-from trainload.report.svg import drawing, shade, svg_of
+from trainload.report.frame.figures import CHART_SIZE, MARKS, Chart
+from trainload.report.frame.svg import drawing, svg_of
 from trainload.retraining.ticks.lineage import TickStory, metrics_of
 from trainload.retraining.ticks.tick_records import time_of
 
-_SIZE = (6.4, 2.75)
 _MOST_METRICS = 12
-_MARKS = {"promoted": ("o", "good"), "rejected": ("x", "failure"), "conflict": ("D", "warning")}
-_LEGEND = (
-    ("evaluation", "champion"),
-    ("good block", "challenger, promoted"),
-    ("failure block", "challenger, rejected"),
-)
+_UNDECIDED = "undecided"
+_LEGEND = {
+    "promoted": "challenger, promoted",
+    "rejected": "challenger, rejected",
+    "conflict": "challenger, conflict",
+    _UNDECIDED: "challenger, other outcomes",
+}
 
 
 def charts_of(ticks: Sequence[TickStory], name: str) -> list[Chart]:
@@ -42,31 +42,32 @@ def _metric(ticks: Sequence[TickStory], metric: str, name: str) -> Chart:
     values = [(tick, metrics_of(tick).get(metric, {})) for tick in ticks]
     titles: dict[str, str] = {}
     with drawing():
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = Figure(figsize=CHART_SIZE, layout="constrained")
         axes = figure.add_subplot()
         champion = [(_day(tick), _number(both.get("champion"))) for tick, both in values]
         axes.plot(
-            [at for at, _ in champion], [value for _, value in champion], color=shade("evaluation")
+            [at for at, _ in champion],
+            [value for _, value in champion],
+            **MARKS["champion"].style,
         )
+        present: set[str] = set()
         for number, (tick, both) in enumerate(values):
             value = _number(both.get("challenger"))
             outcome = tick.ended.outcome if tick.ended is not None else "under way"
-            marker, colour = _MARKS.get(outcome, (".", "muted"))
+            kind = outcome if outcome in _LEGEND else _UNDECIDED
             if math.isfinite(value):
-                (artist,) = axes.plot(
-                    [_day(tick)],
-                    [value],
-                    marker=marker,
-                    color=shade(colour),
-                    linestyle="none",
-                    markersize=5,
-                )
+                present.add(kind)
+                (artist,) = axes.plot([_day(tick)], [value], **MARKS[kind].style)
                 artist.set_gid(f"{name}-tick-{number}")
                 titles[f"{name}-tick-{number}"] = f"{tick.name}: {outcome}, {value:.6g}"
         _time_axis(axes)
         svg = svg_of(figure, name, f"{metric} of champion and challenger over ticks", titles)
     title = "evaluation loss" if metric == "loss" else metric
-    return Chart(name=name, title=title, svg=svg, legend=_LEGEND, note="on the same held-out rows")
+    legend = [
+        ("champion", "champion"),
+        *((kind, words) for kind, words in _LEGEND.items() if kind in present),
+    ]
+    return Chart(name, title, svg, tuple(legend), "on the same held-out rows")
 
 
 def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
@@ -81,22 +82,21 @@ def _drift(ticks: Sequence[TickStory], name: str) -> Chart | None:
     if not points:
         return None
     with drawing():
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = Figure(figsize=CHART_SIZE, layout="constrained")
         axes = figure.add_subplot()
         axes.plot(
             [at for at, _ in points],
             [value for _, value in points],
-            color=shade("train"),
-            marker=".",
+            **MARKS["drift"].style,
         )
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0.0, 1.1 * max(max(value for _, value in points), 1e-9))
         _time_axis(axes)
         svg = svg_of(figure, name, "drift over ticks", {})
     return Chart(
         name=name,
         title="drift",
         svg=svg,
-        legend=(("train", "of the column that drifted most"),),
+        legend=(("drift", "of the column that drifted most"),),
         note="stability index",
     )
 

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 from trainload.core.formatting import clock, duration
 
-_SIGN_IN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*@")
-_QUERY = re.compile(r"(?P<url>[A-Za-z][A-Za-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\")]*")
+# a scheme begins where no such letter precedes, so that a long word is scanned once
+_SCHEME = r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]+://"
+_SIGN_IN = re.compile(rf"(?P<scheme>{_SCHEME})[^\s/@'\"]*@")
+_QUERY = re.compile(rf"(?P<url>{_SCHEME}[^\s?'\"]*)\?[^\s'\")]*")
 _LONGEST = 2000
 
 

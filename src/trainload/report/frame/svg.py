@@ -29,12 +29,16 @@ SHADES = (
     "failure",
     "again",
     "idle",
+    "violet",
+    "teal",
 )
 """Colors of the page: the variables `--ink`, ... of its style."""
 _SVG = "http://www.w3.org/2000/svg"
 _LINK = "http://www.w3.org/1999/xlink"
 _FONT = 11.0
 _PLACEHOLDER = re.compile(r"#0[0-9a-f]de0[0-9a-f]")
+_LONG_NUMBER = re.compile(r"(\d\.\d\d)\d+")
+"""A coordinate in points: a hundredth of one cannot be seen."""
 _FAMILY = re.compile(r"font:\s*(?P<size>[\d.]+)px[^;\"]*")
 
 
@@ -81,13 +85,13 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> str:
+def svg_of(figure: Figure, name: str, label: str | None, titles: Mapping[str, str]) -> str:
     """Return a figure as an SVG element of a page.
 
     Args:
         figure: figure that was drawn with colors of `shade`.
         name: name that is unique in the page, and prefix of the ids inside.
-        label: description for screen readers.
+        label: description for screen readers; None for a mark of a legend, which they skip.
         titles: gid of an artist -> its tooltip.
     """
     buffer = io.StringIO()
@@ -96,12 +100,12 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
         buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
     )
     root = ElementTree.fromstring(buffer.getvalue())
-    root.attrib = {
-        "viewBox": root.attrib["viewBox"],
-        "role": "img",
-        "aria-label": label,
-        "class": "chart",
-    }
+    described = (
+        {"class": "key", "aria-hidden": "true"}
+        if label is None
+        else {"role": "img", "aria-label": label, "class": "chart"}
+    )
+    root.attrib = {"viewBox": root.attrib["viewBox"], **described}
     for child in list(root):
         if child.tag == f"{{{_SVG}}}metadata":
             root.remove(child)
@@ -115,11 +119,15 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
             title = ElementTree.Element(f"{{{_SVG}}}title")
             title.text = tooltip
             element.insert(0, title)
+    if label is None:
+        _resolve_references(root)
     _rename(root, name)
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         element.attrib = {
-            key.replace(f"{{{_LINK}}}", ""): _use_page_style(value)
+            key.replace(f"{{{_LINK}}}", ""): (
+                _LONG_NUMBER.sub(r"\1", value) if key == "d" else _use_page_style(value)
+            )
             for key, value in element.attrib.items()
         }
         if (
@@ -131,6 +139,22 @@ def svg_of(figure: Figure, name: str, label: str, titles: Mapping[str, str]) -> 
             element.text = None
         element.tail = None
     return ElementTree.tostring(root, encoding="unicode", short_empty_elements=True)
+
+
+def _resolve_references(root: ElementTree.Element) -> None:
+    """Put shapes where they are used, so that a mark that is in a page several times has no ids."""
+    shapes = {element.attrib.get("id"): element for element in root.iter(f"{{{_SVG}}}path")}
+    for parent in list(root.iter()):
+        for place, child in enumerate(list(parent)):
+            if child.tag == f"{{{_SVG}}}use":
+                shape = shapes[child.attrib[f"{{{_LINK}}}href"].removeprefix("#")]
+                where = f"translate({child.attrib['x']} {child.attrib['y']})"
+                style = {"style": child.attrib["style"], "transform": where}
+                parent[place] = ElementTree.Element(shape.tag, {"d": shape.attrib["d"], **style})
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag == f"{{{_SVG}}}defs":
+                parent.remove(child)
 
 
 def _rename(root: ElementTree.Element, name: str) -> None:

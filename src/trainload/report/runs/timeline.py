@@ -10,11 +10,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainload.report.episodes import Attempt, Outcome
-from trainload.report.failures import Failure, waits_of
-from trainload.report.history import History
-from trainload.report.svg import drawing, shade, svg_of
-from trainload.report.words import count, hour, moment, sanitize, span
+from trainload.report.frame.figures import MARKS
+from trainload.report.frame.svg import drawing, shade, svg_of
+from trainload.report.frame.words import count, hour, moment, sanitize, span
+from trainload.report.runs.episodes import Attempt, Outcome
+from trainload.report.runs.failures import Failure, waits_of
+from trainload.report.runs.history import History
 
 _LANE = 0.34
 """Height of a lane in inches."""
@@ -302,9 +303,7 @@ def _draw(
             width,
             left=since,
             height=0.56,
-            color=shade(bar.shade),
-            alpha=0.45 if bar.faint else 0.9,
-            linewidth=0,
+            **MARKS["prepared" if bar.faint else f"{bar.shade} bar"].fill,
             zorder=3,
         )
         _set_tooltip(artist, titles, f"{name}-{row}-{number}", bar.title, bar.since)

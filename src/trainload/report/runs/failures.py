@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trainload.launching.run.journal import GIVEN_UP, Event
-from trainload.report.episodes import BROKE_OFF, Attempt
-from trainload.report.history import History
-from trainload.report.words import hour
+from trainload.report.frame.words import hour
+from trainload.report.runs.episodes import BROKE_OFF, Attempt
+from trainload.report.runs.history import History
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from markupsafe import Markup
 from trainload.core.formatting import size
 from trainload.packaging.stores.releases import shown
 from trainload.packaging.stores.store import Store
-from trainload.report.line_charts import charts_of
-from trainload.report.page_frame import rendered
-from trainload.report.words import sanitize, span
+from trainload.report.frame.page_frame import rendered
+from trainload.report.frame.words import sanitize, span
+from trainload.report.stores.line_charts import charts_of
 from trainload.retraining.ticks.lineage import (
     Ancestor,
     LineStory,
@@ -47,7 +47,7 @@ def store_page(store: Store, lines: Sequence[str]) -> tuple[str, dict[str, Any]]
     shown_lines = [
         _line(store, read_line(store, name), f"l{number}") for number, name in enumerate(lines)
     ]
-    page = rendered("line.html", store=sanitize(store.url), lines=shown_lines)
+    page = rendered("stores/line.html", store=sanitize(store.url), lines=shown_lines)
     return page, {
         line["name"]: {
             "current": line["current"],
