@@ -102,6 +102,8 @@ def broken_run(folder: Path) -> Path:
         held_out,
         "--run-dir",
         run_dir,
+        "--set",
+        "statistics=20",
     ]
     trainload_command = [sys.executable, "-m", "trainload"]
     launch = [

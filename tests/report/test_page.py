@@ -164,6 +164,22 @@ def test_names_in_the_page_are_there_once(faulty: Read) -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+def sample(number: int, module: str = "layers.3.mlp", **more: Any) -> Event:
+    """Return a sample of the statistics of a step."""
+    activation = {"module": module, "operator": "relu", "number": 0}
+    numbers = {"rms": 0.125, "greatest": 3.5, "zeros": 0.5, "saturated": None}
+    parameter = {"parameter": "layers.3.mlp.weight", "norm": 2.0, "gradient": None}
+    return event(
+        5.0,
+        "statistics",
+        step=number,
+        notes=[f"{module}: the update is 12 % of the parameter"],
+        activations=[activation | numbers],
+        parameters=[parameter | {"update": 0.25, "ratio": 0.125}],
+        **more,
+    )
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of a run whose strings all attempt to inject HTML."""
@@ -177,6 +193,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
         event(3, "resize", message=EVIL, world=1),
         failure(4, what=EVIL, message=EVIL, nodes=[EVIL], doing={"0": EVIL}, action=EVIL),
         event(5, "waiting", message=EVIL),
+        sample(2, module=EVIL),
         event(6, "failed", error=EVIL, message=EVIL),
     ]
     name = EVIL.replace("/", "")
@@ -241,6 +258,24 @@ def test_no_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert "hunter2" not in text
     assert text.count("s3://…@bucket/rows.parquet?…") >= 5
+
+
+def test_the_last_sample_of_statistics_is_shown(tmp_path: Path) -> None:
+    events = [start(0.0), *steps(1.0, range(4)), sample(2), sample(4)]
+    read = page(made_run(tmp_path / "run", events))
+    text = " ".join(read.texts)
+    assert "Of step 4, the last one that was sampled." in text
+    assert "layers.3.mlp relu 0.125 3.5 50.0% \u2013" in text
+    assert "layers.3.mlp.weight 2 \u2013 0.25 0.125" in text
+    assert "the update is 12 % of the parameter" in text
+    assert "Of step 2" not in text
+
+
+def test_each_graph_of_a_job_has_its_sample(tmp_path: Path) -> None:
+    events = [start(0.0), sample(2, graph="generator"), sample(2, graph="critic")]
+    read = page(made_run(tmp_path / "run", events))
+    assert "Statistics by module, graph generator" in read.text
+    assert "Statistics by module, graph critic" in read.text
 
 
 def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:

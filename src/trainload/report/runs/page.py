@@ -15,6 +15,7 @@ from trainload.report.frame.words import count, moment, percent, ranks, sanitize
 from trainload.report.runs.charts import charts_of
 from trainload.report.runs.failures import Failure
 from trainload.report.runs.run_folder import Record, facts_of
+from trainload.report.runs.sampled import samples_of
 from trainload.report.runs.timeline import ENDS, OUTCOMES, timeline_of
 
 _WIDE, _NARROW = 11.2, 4.6
@@ -73,6 +74,7 @@ def page_of(record: Record) -> str:
         facts=facts_of(record),
         # safe: ElementTree has escaped it
         charts=[(chart, Markup(chart.svg)) for chart in charts_of(record.history)],
+        samples=samples_of(record.history),
         timelines=_timelines(record),
         outcomes=_outcomes(record),
         away=any(each.away is not None for each in record.attempts),
