@@ -1,10 +1,12 @@
-"""Measure what sampling statistics costs a run: one step with `statistics`, one without, in turn.
+"""Measure what watching a run costs: sampled statistics, and the check of updates.
 
     python benchmarks/statistics_cost.py
 
-One process with two threads, compiled graphs, the same batches. `sample`: the time of a step that
-is sampled over that of one that is not. `cost`: the part of a run's time that is spent for samples
-every 100 steps.
+One process with two threads, compiled graphs, the same batches. Three kinds of steps alternate:
+plain; sampled, with `statistics`; and unchecked, with an update that does not look whether the
+gradient is finite. `sample`: the time of a sampled step over that of a plain one. `cost`: the part
+of a run's time that is spent for samples every 100 steps. `check`: the time of a plain step over
+that of an unchecked one, less 1.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import sys
 import tempfile
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ JOBS = {
 
 
 def measure(job: str, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of steps with and without a sample."""
+    """Return the seconds of plain, sampled and unchecked steps."""
     import torch
     from safetensors.torch import load_file
 
@@ -43,31 +46,45 @@ def measure(job: str, folder: Path, rounds: int) -> dict[str, list[float]]:
     from trainload.launching.worker.step_statistics import StepStatistics
     from trainload.packaging.package import open_package
     from trainload.sharding.plans.plan import read_plan
+    from trainload.sharding.rewriting import rank_update
 
     package = open_package(prepare(JOBS[job], folder / "job", "single", 1, batches=8))
     plan, device = read_plan(folder / "job" / "single.json"), torch.device("cpu")
-    cache = folder / "cache"
-    built = compile_build(package, plan, device, cache, lambda *_: None, evaluates=False)
-    engine = Engine(package, plan, 0, device, load_build(built, package, plan, cache))
-    engine.held.load_package()
+
+    def engine_of(cache: Path) -> Engine:
+        built = compile_build(package, plan, device, cache, lambda *_: None, evaluates=False)
+        engine = Engine(package, plan, 0, device, load_build(built, package, plan, cache))
+        engine.held.load_package()
+        return engine
+
+    engine = engine_of(folder / "cache")
+    with unittest.mock.patch.object(rank_update, "usable_norm", always_usable):
+        unchecked = engine_of(folder / "unchecked")
     nothing: Any = None
     search = Search(package, plan, 0, device, nothing, "", None)
     statistics = StepStatistics(search, search.build())
     batches = load_file(folder / "job" / "batches.safetensors")
     draws = [Draw([Microbatch({n: v[i] for n, v in batches.items()}, 0)]) for i in range(8)]
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    found: dict[str, list[float]] = {"plain": [], "sampled": [], "unchecked": []}
     for step in range(rounds):
         for name, seconds in found.items():
             began = time.perf_counter()
-            if name == "with":
+            if name == "sampled":
                 with statistics.collecting(engine):
                     engine.step(step, [draws[step % 8]])
                 statistics.collected()
             else:
-                engine.step(step, [draws[step % 8]])
+                (engine if name == "plain" else unchecked).step(step, [draws[step % 8]])
             if step > 1:
                 seconds.append(time.perf_counter() - began)
     return found
+
+
+def always_usable(norm: Any, *_: Any) -> Any:
+    """Return True, as a tensor, for any norm."""
+    import torch
+
+    return torch.ones_like(norm, dtype=torch.bool)
 
 
 def main() -> int:
@@ -86,11 +103,13 @@ def main() -> int:
             found[job] = measure(job, Path(folder), options.rounds)
     rows = []
     for job, seconds in found.items():
-        plain, sampled = median(seconds["without"]), median(seconds["with"])
+        plain, sampled = median(seconds["plain"]), median(seconds["sampled"])
+        check = plain / median(seconds["unchecked"]) - 1
         cost = (sampled - plain) / plain / EVERY
-        rows.append([job, f"{1000 * plain:.1f}", f"{sampled / plain:.2f}", f"{100 * cost:.2f} %"])
-    heads = ["job", "step, ms", "sample", f"cost, every {EVERY} steps"]
-    screen().print(table("Statistics by module", heads, rows))
+        numbers = (f"{1000 * plain:.1f}", f"{sampled / plain:.2f}")
+        rows.append([job, *numbers, f"{100 * cost:.2f} %", f"{100 * check:.1f} %"])
+    heads = ["job", "step, ms", "sample", f"cost, every {EVERY} steps", "check"]
+    screen().print(table("Watching a run", heads, rows))
     save({"machine": at_start, "every": EVERY, "seconds": found}, options.out)
     return 0
 

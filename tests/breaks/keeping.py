@@ -370,4 +370,40 @@ KEEPING: tuple[Mutation, ...] = (
         "            pass\n",
         "../autograd_trace/compiling/test_call_sizes.py::test_hints_are_the_sizes_of_the_largest_call",
     ),
+    Mutation(
+        7,
+        "statistics count elements once for every rank that holds them",
+        "launch/debugging/update_sums.py",
+        "        return is_first_copy and is_first_share and is_first_holder\n",
+        "        return True\n",
+        "../launch/debugging/test_live_statistics.py"
+        "::test_every_plan_has_the_statistics_of_one_process[zero0]",
+    ),
+    Mutation(
+        7,
+        "copies that differ between ranks are not compared",
+        "launch/debugging/replicas.py",
+        "                if len(by_value) > 1:\n",
+        "                if len(by_value) > 2:\n",
+        "../launch/debugging/test_live_statistics.py"
+        "::test_a_run_warns_that_copies_of_a_parameter_differ",
+    ),
+    Mutation(
+        7,
+        "values are computed in their own dtypes where float64 is compared",
+        "launch/debugging/precise_graphs.py",
+        "torch.float64 if isinstance(each, torch.dtype) and each.is_floating_point else each",
+        "each",
+        "../launch/debugging/test_departing_values.py"
+        "::test_numbers_that_are_lost_in_half_precision_are_found_with_their_line[0]",
+    ),
+    Mutation(
+        7,
+        "rounding explains every difference of values",
+        "launch/debugging/value_departures.py",
+        "        return self.distance > self.explained\n",
+        "        return False\n",
+        "../launch/debugging/test_departing_values.py"
+        "::test_a_layer_that_computes_something_else_is_found",
+    ),
 )
