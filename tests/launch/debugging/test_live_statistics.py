@@ -17,10 +17,12 @@ from tests.launch.debugging.planted_faults import (
     save,
 )
 from tests.launch.debugging.wrong_devices import FAULT, train_with_a_flipped_bit
+from tests.launch.graph_jobs import frozen, write_digits
 from tests.laws.runs import Run, ranks
 
 import trainload
 from trainload.launching.run.journal import losses, read_events
+from trainload.launching.run.run_spec import read_spec
 from trainload.launching.sinks.sink import numbers_of
 from trainload.packaging.package import Package
 from trainload.report.runs.history import read_history
@@ -142,3 +144,38 @@ def test_a_run_warns_that_copies_of_a_parameter_differ(tmp_path: Path) -> None:
 
 def test_equal_copies_are_no_warning(single: Path) -> None:
     assert not [event for event in read_events(single) if event.kind == "warning"]
+
+
+@pytest.fixture(scope="module")
+def adversarial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a GAN, whose graphs train in turns, with statistics."""
+    package = frozen(tmp_path_factory, "gan")
+    folder = tmp_path_factory.mktemp("gan")
+    names = set(package.manifest.data_inputs())
+    return launched(
+        package, write_digits(folder / "rows.npz", names), folder / "run", statistics=EVERY
+    )
+
+
+def test_each_graph_of_a_job_has_a_sample_of_its_own_parameters(adversarial: Path) -> None:
+    sampled = {
+        event.data["graph"]: {each["parameter"] for each in event.data["parameters"]}
+        for event in read_events(adversarial)
+        if event.kind == "statistics"
+    }
+    recipe = trainload.open(read_spec(adversarial).package).recipe
+    assert sampled.keys() == {turn.graph for turn in recipe.turns}
+    assert not set.intersection(*sampled.values())
+
+
+def test_updates_of_several_graphs_are_those_of_the_step_computed_again(adversarial: Path) -> None:
+    statistics = trainload.debug(adversarial, step=EVERY, statistics=True).statistics
+    assert statistics is not None
+    sampled = {
+        each["parameter"]: each["update"]
+        for event in read_events(adversarial)
+        if event.kind == "statistics" and event.data["step"] == EVERY
+        for each in event.data["parameters"]
+    }
+    again = {each.parameter: each.update for each in statistics.parameters}
+    assert sampled == pytest.approx(again, rel=1e-3, abs=1e-9)
