@@ -1,15 +1,15 @@
 """Collect statistics of a step's activations: before each call of a training graph, its forward is
-interpreted on the same arguments, so that the call itself stays as it is.
+computed on the same arguments, so that the call itself stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 
 from trainload.launching.debugging.activation_sums import Observed, Site, Sums, sites_of, sums_of
 from trainload.launching.debugging.node_origins import backward_begins
@@ -76,41 +76,47 @@ class ObservedForwards:
         return built.replaced(call_of)
 
 
-class _Forward(Interpreter):
-    """The part of a graph that the values of its sites are computed from."""
+class _Sites(nn.Module):
+    """Computation of the sums over one value, as a part of a graph module."""
+
+    def __init__(self, observed: Sequence[Observed], *, follows_units: bool) -> None:
+        super().__init__()
+        self._observed, self._follows_units = observed, follows_units
+
+    def forward(self, value: Tensor) -> list[tuple[Site, Sums]]:
+        return sums_of(value, self._observed, follows_units=self._follows_units)
+
+
+class _Forward:
+    """The part of a graph that the values of its sites are computed from, as generated code: an
+    interpreter takes as long for an operator as small operators take.
+    """
 
     def __init__(self, graph: BuiltGraph, *, follows_units: bool) -> None:
         module: Any = graph.call
         assert isinstance(module, GraphModule), "the build is interpreted"
-        nodes = list(module.graph.nodes)[: backward_begins(module, graph.inputs)]
-        sites = sites_of(nodes)
+        nodes = list(module.graph.nodes)
+        sites = sites_of(nodes[: backward_begins(module, graph.inputs)])
         needed = computed_from(sites)
+        owner, part = nn.Module(), Graph()
         copies: dict[Node, Node] = {}
-        part = Graph()
-        for node in module.graph.nodes:
-            if node.op == "placeholder" or node in needed:
-                copies[node] = part.node_copy(node, copies.__getitem__)
-        part.output(())
-        super().__init__(GraphModule(module, part))
-        self._observed: Mapping[Node, Sequence[Observed]] = {
-            copies[node]: [Observed.of(site, node) for site in of_node]
-            for node, of_node in sites.items()
-        }
-        self._follows_units = follows_units
-        self._sums: list[tuple[Site, Sums]] = []
-
-    def run_node(self, n: Node) -> Any:
-        """Compute a node, and the sums over its value."""
-        value = super().run_node(n)
-        self._sums += [
-            (observed.site, sums_of(observed, value, follows_units=self._follows_units))
-            for observed in self._observed.get(n, ())
-        ]
-        return value
+        sums: list[Node] = []
+        for node in nodes:
+            if node.op != "placeholder" and node not in needed:
+                continue
+            copies[node] = part.node_copy(node, copies.__getitem__)
+            if node.op == "get_attr":
+                name = str(node.target)
+                setattr(owner, name, getattr(module, name))
+            if node in sites:
+                name = f"sites_{len(sums)}"
+                observed = [Observed.of(site, node) for site in sites[node]]
+                setattr(owner, name, _Sites(observed, follows_units=follows_units))
+                sums.append(part.call_module(name, (copies[node],)))
+        part.output(tuple(sums))
+        self._module = GraphModule(owner, part)
 
     def sums(self, arguments: Sequence[Tensor]) -> list[tuple[Site, Sums]]:
         """Return the sums of a call with these arguments, by site."""
-        self._sums = []
         with torch.no_grad():
-            self.run(*arguments)
-        return self._sums
+            return [each for of_value in self._module(*arguments) for each in of_value]

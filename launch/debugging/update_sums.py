@@ -85,6 +85,6 @@ class UpdateSums:
 
 
 def _square(value: Tensor) -> Tensor:
-    single = None if value.dtype == torch.float64 else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(value, dtype=single)
-    return norm.double().square()
+    flat = value.reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return torch.dot(flat, flat).double()
