@@ -23,9 +23,8 @@ from tests.breaks.mutation import Mutation
 from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "demo", "runs"
-)
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+_LEFT_OUT_OF_ROOT = frozenset({"build", "dist", "demo", "demo-gan", "runs"})
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest. Any other status means that the tests could not be run."""
 HASH_SEED = "1"
@@ -36,6 +35,12 @@ both processes in one run of six.
 """
 TIMED_OUT = "from pytest-timeout"
 """Text that pytest prints if a test times out; its exit status is FAILED then."""
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return the entries of a folder of the repository that a copy does not have."""
+    of_root = _LEFT_OUT_OF_ROOT if Path(folder) == ROOT else frozenset()
+    return _LEFT_OUT(folder, names) | of_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "repository"
-        shutil.copytree(ROOT, self.root, symlinks=True, ignore=LEFT_OUT)
+        shutil.copytree(ROOT, self.root, symlinks=True, ignore=_left_out)
         paths = [str(self.root / "src"), str(self.root)]
         given = {
             "PYTHONPATH": os.pathsep.join(paths),

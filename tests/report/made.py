@@ -14,7 +14,7 @@ from trainload.sharding.plans.plan import NO_ESTIMATE, Cluster, Plan
 
 BEGIN = 1_790_000_000.0
 """Start time of simulated runs, in seconds since 1970."""
-VOID = frozenset({"meta", "link", "br", "img", "input"})
+VOID = frozenset({"meta", "link", "br", "wbr", "img", "input"})
 
 
 def plan(world: int = 1) -> Plan:

@@ -58,5 +58,5 @@ def test_a_number_stays_beside_its_unit_and_a_time_is_whole(text: str, expected:
 
 def test_a_line_number_stays_beside_its_file() -> None:
     assert keep_places("at /a/b/model.py:12 in <f>") == (
-        'at /a/b/<span class="n">model.py:12</span> in &lt;f&gt;'
+        'at /<wbr>a/<wbr>b/<wbr><span class="n">model.py:12</span> in &lt;f&gt;'
     )

@@ -29,6 +29,7 @@ _WITH_UNIT = re.compile(
 )
 
 _TIME = re.compile(r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?Z?)?(?:\N{NO-BREAK SPACE}UTC)?")
+_PATH = re.compile(r"(?:[\w.-]*/)+(?=[\w.-]+:\d)")
 _PLACE = re.compile(r"[A-Za-z0-9_-]{1,40}\.[a-z]{1,5}:\d{1,7}\b")
 
 
@@ -80,9 +81,10 @@ def keep_units(text: str) -> Markup:
 
 def keep_places(text: str) -> Markup:
     """Return a text as HTML in which no line breaks within a file's name and a line number, such as
-    "model.py:12", however long the path before it is.
+    "model.py:12". A path before it breaks after a slash.
     """
-    return Markup(_PLACE.sub(r'<span class="n">\g<0></span>', str(escape(text))))  # safe: escaped
+    paths = _PATH.sub(lambda match: match[0].replace("/", "/<wbr>"), str(escape(text)))
+    return Markup(_PLACE.sub(r'<span class="n">\g<0></span>', paths))  # safe: escaped
 
 
 def _read(name: str) -> str:
