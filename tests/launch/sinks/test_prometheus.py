@@ -73,6 +73,15 @@ def every_measure(step: int) -> list[Event]:
         Event("step", {"step": step, "metrics": {"accuracy": 0.75}, **numbers}, moment),
         Event("eval", {"step": step + 1, "loss": 0.625, "metrics": {"accuracy": 0.875}}, moment),
         Event("checkpoint", {"step": step + 1, "seconds": 3.0, "bytes": 4096}, 1_790_000_000.0),
+        Event(
+            "statistics",
+            {
+                "step": step + 1,
+                "activations": [],
+                "parameters": [{"parameter": "head.weight", "ratio": 0.125}],
+            },
+            moment,
+        ),
         Event("failure", {"message": "rank 1 died"}, moment),
         Event("warning", {"message": "slow"}, moment),
     ]
@@ -113,6 +122,7 @@ def test_prometheus_finds_every_measure_for_as_long_as_the_run_has_a_driver(
         "checkpoint_step": 7,
         "step_seconds_total": 2,
         "data_wait_seconds_total": 0.5,
+        "statistics": 0.125,
     }
     assert {name: values[f"ray_trainload_{name}"] for name in expected} == expected
     assert ("ray_trainload_metric", run, "accuracy") in first
