@@ -62,6 +62,27 @@ for name in ("mine.parquet", "train.parquet"):
     pq.write_table(pa.table({"tokens": rows_of_tokens}), name)
 """
 PACKAGE = 'package = trainload.freeze(gpt, "gpt.tl")\n'
+WHILE_IT_RUNS = """
+import threading
+plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=4)
+stop, has_stepped = Path("runs/first/stop").absolute(), threading.Event()
+def on_event(event):
+    if event.kind == "step":
+        has_stepped.set()
+    if event.kind == "profile":
+        stop.touch()
+def train():
+    try:
+        trainload.launch(
+            package, plan, "train.parquet", run_dir="runs/first", steps=10**6, backend="local",
+            on_event=on_event,
+        )
+    except trainload.RunInterrupted:
+        pass
+threading.Thread(target=train).start()
+has_stepped.wait()
+"""
+"""Starts a run that trains until it has been profiled."""
 
 
 def run_examples(

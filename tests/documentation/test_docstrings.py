@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tests.documentation.small_job import FEWER_STEPS, PACKAGE, ROWS, run_examples
+from tests.documentation.small_job import FEWER_STEPS, PACKAGE, ROWS, WHILE_IT_RUNS, run_examples
 from tests.packaging.signers import Signers
 
 import trainload
@@ -41,26 +41,6 @@ loader = [{"tokens": torch.randint(0, 12, (rows, 5), dtype=torch.uint8)} for row
 RUN = """
 plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=4)
 trainload.launch(package, plan, "train.parquet", run_dir="runs/first", steps=2, backend="local")
-"""
-WHILE_IT_RUNS = """
-import threading
-plan = trainload.plan(package, trainload.Cluster(), "single", global_batch=4)
-stop, has_stepped = Path("runs/first/stop").absolute(), threading.Event()
-def on_event(event):
-    if event.kind == "step":
-        has_stepped.set()
-    if event.kind == "profile":
-        stop.touch()
-def train():
-    try:
-        trainload.launch(
-            package, plan, "train.parquet", run_dir="runs/first", steps=10**6, backend="local",
-            on_event=on_event,
-        )
-    except trainload.RunInterrupted:
-        pass
-threading.Thread(target=train).start()
-has_stepped.wait()
 """
 SECOND = 'trainload.freeze(dataclasses.replace(gpt, seed=1), "second.tl")\n'
 RELEASES = """

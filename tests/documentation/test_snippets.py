@@ -9,7 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.documentation.small_job import FEWER_STEPS, PACKAGE, ROWS, run_examples
+from tests.documentation.small_job import (
+    FEWER_STEPS,
+    PACKAGE,
+    ROWS,
+    WHILE_IT_RUNS,
+    run_examples,
+)
 from tests.house.source import ROOT, python_blocks
 
 pytestmark = pytest.mark.slow
@@ -68,6 +74,7 @@ Path("gpt.tl").rename("gpt-trained.tl")
 trainload.export(trainload.open("gpt-trained.tl"), "gpt.aoti.pt2", to="aoti")
 """,
     "docs/optimizers.md": "",
+    "docs/profiling.md": ROWS + PACKAGE + WHILE_IT_RUNS,
     "docs/passes.md": PACKAGE
     + """
 def fuse(graph, program, *, width=1):
