@@ -13,14 +13,12 @@ from trainload.core.atomic import create_file
 from trainload.core.errors import RequestError, StorageError, TrainingError
 from trainload.launching.profiling.profile_files import read_profile, trace_file
 from trainload.launching.profiling.profile_result import RankProfile
-from trainload.launching.run.driver import other_driver
 from trainload.launching.run.journal import Event, Follower
 from trainload.launching.run.profile_request import PROFILE_FILE, ProfileRequest
-from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_place import files_of, place_name, record_files
 from trainload.launching.run.run_spec import read_spec
-from trainload.launching.run.run_state import RunState, read_state
-from trainload.launching.run.working_copy import RunFiles, viewed
+from trainload.launching.run.run_state import RunState
+from trainload.launching.run.working_copy import RunFiles, reported_state, viewed
 
 _LOOK_SECONDS = 0.2
 _LOOK_SECONDS_AT_URL = 1.0
@@ -209,9 +207,7 @@ class RequestedProfile:
         end: Event | None = None
         since = time.monotonic()
         while True:
-            files.update()
-            state = read_state(files.folder)
-            is_alive = state is not None and _is_alive(files, state)
+            state = reported_state(files)
             is_gone = not (files.folder / PROFILE_FILE).exists()
             for event in self._follower.new():  # after the state, so that the last one is seen
                 if event.kind == "profile" and event.data["id"] == self.request.id:
@@ -219,13 +215,13 @@ class RequestedProfile:
             if is_gone == (end is not None):
                 since = time.monotonic()
             is_late = time.monotonic() - since > _LATE_SECONDS
-            if end is not None and (is_gone or not is_alive or is_late):
+            if end is not None and (is_gone or not state.alive or is_late):
                 return end
-            if not is_alive:
+            if not state.alive:
                 raise TrainingError(
                     "the run has ended before the profile was complete",
                     where=place_name(files.folder),
-                    got="no state" if state is None else f"phase {state.phase}",
+                    got=f"phase {state.phase}",
                     hint="Request fewer steps, or a profile of a longer run.",
                 )
             if is_gone and is_late:
@@ -254,35 +250,13 @@ def _require_alive(files: RunFiles) -> RunState:
 
     Raises StorageError if it is not.
     """
-    place = place_name(files.folder)
-    if not (files.folder / RUN_FILE).exists():
-        raise StorageError(
-            "there is no such run",
-            where=place,
-            hint="Pass what was passed to `trainload launch --run-dir`.",
-        )
-    state = read_state(files.folder)
-    if state is None:
-        raise StorageError(
-            "the run has not reported anything yet",
-            where=place,
-            hint="Try again after it has started.",
-        )
-    if not _is_alive(files, state):
+    state = reported_state(files)
+    if not state.alive:
         raise StorageError(
             "the run is not running",
-            where=place,
+            where=place_name(files.folder),
             got=f"phase {state.phase}",
             hint="Only steps of a running job can be profiled. `trainload debug --statistics`"
             " computes a step of any run again.",
         )
     return state
-
-
-def _is_alive(files: RunFiles, state: RunState) -> bool:
-    """Return True if a run has a driver; the clock of a machine that drives a run at a URL may
-    differ from this one's.
-    """
-    return state.alive or (
-        not state.over and files.is_at_url and other_driver(files.folder) is not None
-    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -29,9 +30,10 @@ from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.node.cache import default_cache_dir
 from trainload.launching.run.contact import REQUEST_FILES, REQUESTS, Request
 from trainload.launching.run.copy_use import LOCKS, driven, is_driven, is_used, is_used_here, used
+from trainload.launching.run.driver import other_driver
 from trainload.launching.run.journal import JOURNAL, LOGS, log_name
 from trainload.launching.run.run_directory import RUN_FILE
-from trainload.launching.run.run_place import PLACE_FILE, SECONDS, files_of, url_of
+from trainload.launching.run.run_place import PLACE_FILE, SECONDS, files_of, place_name, url_of
 from trainload.launching.run.run_state import STATE_FILE, RunState, parse_state, read_state
 
 EVENTS = "events"
@@ -352,3 +354,34 @@ def _empty(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name not in LOCKS | {PLACE_FILE}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def reported_state(files: RunFiles) -> RunState:
+    """Return the last state that a run's driver wrote, having read what is new at its URL.
+
+    Raises:
+        StorageError: there is no run, or it has not reported anything yet.
+    """
+    files.update()
+    place = place_name(files.folder)
+    if not (files.folder / RUN_FILE).exists():
+        raise StorageError(
+            "there is no such run",
+            where=place,
+            hint="Pass what was passed to `trainload launch --run-dir`.",
+        )
+    state = read_state(files.folder)
+    if state is not None and state.phase == "lost":  # or it has ended since it was read
+        files.update()
+        state = read_state(files.folder)
+        is_elsewhere = files.is_at_url and other_driver(files.folder) is not None
+        if state is not None and state.phase == "lost" and is_elsewhere:
+            # the driver's clock differs from this machine's
+            state = state.model_copy(update={"time": time.time()})
+    if state is None:
+        raise StorageError(
+            "the run has not reported anything yet",
+            where=place,
+            hint="Try again after it has started.",
+        )
+    return state

@@ -158,39 +158,9 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
 
 
 def _require_state(files: RunFiles) -> RunState:
-    """Return the last state that a run's driver wrote, having read what is new at its URL."""
-    from trainload.launching.run.run_directory import RUN_FILE
-    from trainload.launching.run.run_state import read_state
+    from trainload.launching.run.working_copy import reported_state
 
-    files.update()
-    place = place_name(files.folder)
-    if not (files.folder / RUN_FILE).exists():
-        raise StorageError(
-            "there is no such run",
-            where=place,
-            hint="Pass what was passed to `trainload launch --run-dir`.",
-        )
-    state = read_state(files.folder)
-    if state is not None and state.phase == "lost":  # or it has ended since it was read
-        files.update()
-        state = read_state(files.folder)
-        if state is not None and state.phase == "lost" and _is_driven_elsewhere(files):
-            # the driver's clock differs from this machine's
-            state = state.model_copy(update={"time": time.time()})
-    if state is None:
-        raise StorageError(
-            "the run has not reported anything yet",
-            where=place,
-            hint="Try again after it has started.",
-        )
-    return state
-
-
-def _is_driven_elsewhere(files: RunFiles) -> bool:
-    """Return True if another machine drives a run at a URL, by its lease."""
-    from trainload.launching.run.driver import other_driver
-
-    return files.is_at_url and other_driver(files.folder) is not None
+    return reported_state(files)
 
 
 def _follow(files: RunFiles) -> RunState:
