@@ -32,6 +32,8 @@ _LIBRARIES = (
 )
 _INSTALLED = tuple(f"trainload/{stage}" for stage in _STAGES)
 _MAX_SOURCE = 16 * 2**20
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+"""Path with which torch marks operators that no module has called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def modules_of(node: Node) -> list[str]:
     model itself, or the loss.
     """
     stack = (node.meta.get("nn_module_stack") or {}).values()
-    return [users_path(str(path)) for path, _ in stack]
+    return [users_path(str(path)) for path, _ in stack if path != _NO_MODULE]
 
 
 def make_source_map(

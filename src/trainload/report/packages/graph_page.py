@@ -21,7 +21,7 @@ from trainload.packaging.package import Package
 from trainload.report.frame.page_frame import rendered
 from trainload.report.frame.words import count, percent, sanitize
 from trainload.report.packages.module_tree import Budget, Module, Operator, module_tree
-from trainload.report.packages.step_costs import costs_by_origin, module_of
+from trainload.report.packages.step_costs import costs_by_origin, innermost_module
 from trainload.sharding.analysis.graph_nodes import ends
 from trainload.sharding.analysis.node_costs import EXAMPLE, number
 from trainload.sharding.planner.check_plan import check_plan
@@ -159,7 +159,9 @@ def _graph(
 def _operators(module: GraphModule, graph: str, sources: SourceMap) -> Iterable[Operator]:
     for name, node in named_nodes(module):
         if node.op == "call_function":
-            yield Operator(listed_text(name, node), module_of(node), sources.place(graph, name))
+            yield Operator(
+                listed_text(name, node), innermost_module(node), sources.place(graph, name)
+            )
 
 
 def _example_rows(step: StepGraph) -> int:

@@ -21,8 +21,6 @@ Origin = tuple[str, str]
 """(module, line) that an operator comes from: "layers.0" and "model.py:12: y = self.fc(x)"; "" for
 the model itself, and for an unknown line.
 """
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
-"""Path with which torch marks operators that no module has called."""
 
 
 @dataclass(slots=True)
@@ -49,11 +47,11 @@ class Cost:
         self.recomputed += other.recomputed
 
 
-def module_of(node: Node) -> str:
+def innermost_module(node: Node) -> str:
     """Return the path of the innermost module that has called an operator; "" for the model
     itself.
     """
-    paths = [path for path in modules_of(node) if path != _NO_MODULE]
+    paths = modules_of(node)
     return paths[-1] if paths else ""
 
 
@@ -87,7 +85,7 @@ def costs_by_origin(step: StepGraph, sizes: Sizes) -> dict[Origin, Cost]:
 
 
 def _origin(node: Node) -> Origin:
-    return module_of(node), users_line(str(node.meta.get("stack_trace", "")))
+    return innermost_module(node), users_line(str(node.meta.get("stack_trace", "")))
 
 
 def _operations(module: GraphModule, node: Node, sizes: Sizes) -> float:
