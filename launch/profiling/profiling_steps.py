@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainload.core.errors import StorageError, first_line
-from trainload.launching.node.build import uncompiled_build
 from trainload.launching.node.built_graphs import Built
 from trainload.launching.node.process_groups import gathered
 from trainload.launching.node.utilisation import used_bytes
@@ -109,6 +108,7 @@ class Profiling:
         activity: its activity.
         run_dir: the run's folder, or its URL.
         steps: length of the run.
+        build: makes an interpreted build whose graphs know their source lines.
     """
 
     package: Package
@@ -121,6 +121,7 @@ class Profiling:
     activity: Activity
     run_dir: str
     steps: int
+    build: Callable[[], Built]
     _asked: ProfileRequest | None = None
     _is_wanted: bool = False
     _last_id: str = ""
@@ -297,11 +298,8 @@ class Profiling:
         Returns:
             Times and memory of this rank; None if it is not profiled.
         """
-        index = self.plan.pipeline_index(self.rank)
         if self._interpreted is None:  # deriving the graphs takes longer than calling them
-            self._interpreted = uncompiled_build(
-                self.package, self.plan, self.device, index, evaluates=False, sources=True
-            )
+            self._interpreted = self.build()
         built, measured = self._interpreted, None
         if self.rank in request.ranks:
             measured = InterpretedPass(self.plan, self.rank, self.device, _state(self.engine.held))
@@ -312,6 +310,7 @@ class Profiling:
             self.engine.repeat_turn(built)
         if measured is None:
             return None
+        index = self.plan.pipeline_index(self.rank)
         return measured.result(of_rank(self.plan, self.package, index))
 
 

@@ -463,8 +463,9 @@ class Engine:
             if self.before_update is not None:
                 self.before_update(self._update_step(name, lacking), arguments)
             if lacking:
-                step = self._update_step(name, lacking)
-                norm = self._create_state(step, arguments, params, scaling)
+                norm = self._create_state(
+                    self._update_step(name, lacking), arguments, params, scaling
+                )
             else:
                 self._on_call(self.built.update_names[name])
                 (norm,) = self.built.update[name](*arguments)

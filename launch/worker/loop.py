@@ -153,6 +153,15 @@ class _Worker:
         )
         peaks = peaks_of(self._device, dtypes_of(built.work), default_cache_dir())
         self._utilisation = Utilisation(built.work, self._package.recipe, self._plan, peaks)
+        self._search = Search(
+            self._package,
+            self._plan,
+            place.rank,
+            self._device,
+            self._data,
+            spec.data,
+            self._control,
+        )
         self._profiling = Profiling(
             self._package,
             self._plan,
@@ -164,18 +173,10 @@ class _Worker:
             self._activity,
             spec.run_dir,
             spec.steps,
+            self._search.build,
         )
         self._memory = 0
         self._start = 0
-        self._search = Search(
-            self._package,
-            self._plan,
-            place.rank,
-            self._device,
-            self._data,
-            spec.data,
-            self._control,
-        )
         self._statistics = None if spec.statistics is None else self._prepared_statistics()
         with self._explaining(self._data, spec.data, "loading the weights"):
             self._load(checkpoint)

@@ -65,8 +65,9 @@ class StepStatistics:
         it.
         """
         plan, search = self._search.plan, self._search
-        sums = gathered(checksums_of(plan, search.rank, engine.held.params), search.control)
-        self.unequal = tuple(unequal_copies(plan, sums))
+        if search.control is not None:  # one rank has no copies
+            sums = gathered(checksums_of(plan, search.rank, engine.held.params), search.control)
+            self.unequal = tuple(unequal_copies(plan, sums))
         self._turns, self._forwards.sums = [], {}
         built = engine.built
         engine.built = self._forwards.observing(built, self._on_call)

@@ -25,12 +25,12 @@ import trainload
 from trainload.cli import main as cli
 from trainload.core.errors import RequestError, StorageError, TrainingError
 from trainload.launching.api.profile_run import Profile, RequestedProfile, request_profile
-from trainload.launching.profiling import profiling_steps
 from trainload.launching.profiling.profile_result import InterpretedProfile, Kind
 from trainload.launching.run.contact import Request
 from trainload.launching.run.journal import Event, losses, read_events
 from trainload.launching.run.profile_request import PROFILE_FILE
 from trainload.launching.run.working_copy import RunFiles, request
+from trainload.launching.worker import divergence
 from trainload.packaging.package import Package
 from trainload.sharding.plans.plan import Plan
 
@@ -310,7 +310,7 @@ def test_a_pass_that_fails_does_not_end_the_run(
             trainload.profile(tmp_path / "run", steps=1)
         return trainload.profile(tmp_path / "run", steps=1, trace_only=True).steps
 
-    monkeypatch.setattr(profiling_steps, "uncompiled_build", no_memory)
+    monkeypatch.setattr(divergence, "uncompiled_build", no_memory)
     assert while_it_runs(ask, package, plan, rows, tmp_path / "run", backend="local") == 1
 
 
