@@ -27,6 +27,7 @@ from tests.launch.debugging.planted_faults import (
     freeze,
     linear,
     plain_batch,
+    rolled_loss,
     root_loss,
     save,
 )
@@ -151,13 +152,8 @@ def wrong_kernel(folder: Path) -> Sequence[object]:
     return ("debug", package.path, "--data", data, "--against", "compiled")
 
 
-def regression(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    error: Tensor = (model(batch["x"]) - batch["x"].roll(1, 1)).square().mean()
-    return error
-
-
 def flipped_bit(folder: Path) -> Sequence[object]:
-    package = freeze(folder, linear(), regression, plain_batch(), steps=STEPS)
+    package = freeze(folder, linear(), rolled_loss, plain_batch(), steps=STEPS)
     data = rows_of(folder, steps=STEPS)
     run_dir = on_two_ranks(package, data, folder, train_with_a_flipped_bit, statistics=1)
     return ("debug", run_dir, "--compare")
@@ -169,7 +165,7 @@ def sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 def diverging_optimizer(folder: Path) -> Sequence[object]:
     package = freeze(
-        folder, linear(), regression, plain_batch(), steps=200, optimizer=sgd(rate=30.0)
+        folder, linear(), rolled_loss, plain_batch(), steps=200, optimizer=sgd(rate=30.0)
     )
     run_dir = launched(package, rows_of(folder, steps=STEPS), folder, statistics=10)
     return ("debug", run_dir, "--step", 3, "--statistics")
@@ -191,7 +187,7 @@ def dead_units(folder: Path) -> Sequence[object]:
     torch.manual_seed(0)
     model = Gated()
     nn.init.constant_(model.hidden.bias, -100)
-    package = freeze(folder, model, regression, plain_batch())
+    package = freeze(folder, model, rolled_loss, plain_batch())
     return ("debug", package.path, "--data", rows_of(folder), "--statistics")
 
 
@@ -200,7 +196,7 @@ def large_update(folder: Path) -> Sequence[object]:
     model = Gated()
     with torch.no_grad():
         model.out.weight *= 1e-4
-    package = freeze(folder, model, regression, plain_batch(), optimizer=sgd(rate=0.1))
+    package = freeze(folder, model, rolled_loss, plain_batch(), optimizer=sgd(rate=0.1))
     return ("debug", package.path, "--data", rows_of(folder), "--statistics")
 
 
@@ -275,7 +271,7 @@ def find(fault: Fault, folder: Path) -> bool:
 def healthy(folder: Path) -> bool:
     """Return True if nothing is found in a job without a fault."""
     torch.manual_seed(0)
-    package = freeze(folder, Gated(), regression, plain_batch(), steps=STEPS)
+    package = freeze(folder, Gated(), rolled_loss, plain_batch(), steps=STEPS)
     data = rows_of(folder, steps=STEPS)
     results = []
     for options in HEALTHY:

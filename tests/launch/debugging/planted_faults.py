@@ -73,6 +73,12 @@ def root_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (y * y).sum(1).sqrt().mean()
 
 
+def rolled_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the squared error of a model that should roll the columns."""
+    error: Tensor = (model(batch["x"]) - batch["x"].roll(1, 1)).square().mean()
+    return error
+
+
 def products_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return a loss over products of columns, in which no dim is left for the rows."""
     y: Tensor = model(batch["x"])

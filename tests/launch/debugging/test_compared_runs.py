@@ -16,6 +16,7 @@ from tests.launch.debugging.planted_faults import (
     freeze,
     linear,
     plain_batch,
+    rolled_loss,
     save,
 )
 from tests.launch.debugging.wrong_devices import (
@@ -26,7 +27,6 @@ from tests.launch.debugging.wrong_devices import (
     train_with_a_wrong_device,
 )
 from tests.laws.runs import Run, ranks
-from torch import Tensor, nn
 
 import trainload
 from trainload.core.errors import RequestError
@@ -35,17 +35,12 @@ from trainload.packaging.package import Package
 STEPS = 6
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    error: Tensor = (model(batch["x"]) - batch["x"].roll(1, 1)).square().mean()
-    return error
-
-
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return freeze(
         tmp_path_factory.mktemp("package"),
         linear(),
-        loss,
+        rolled_loss,
         plain_batch(),
         steps=STEPS,
         optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),

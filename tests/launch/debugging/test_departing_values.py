@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.launch.debugging.planted_faults import ROWS, WIDTH, freeze, plain_batch, save
+from tests.launch.debugging.planted_faults import (
+    ROWS,
+    WIDTH,
+    freeze,
+    plain_batch,
+    rolled_loss,
+    save,
+)
 from tests.launch.planted import FAULTS, job, planted
 from tests.launch.tiny import write_rows
 from tests.shared import frozen_once
@@ -53,18 +60,13 @@ def model(*, faulty: int | None = None) -> nn.Sequential:
     return nn.Sequential(*(Layer(loses=number == faulty) for number in range(LAYERS)))
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    error: Tensor = (model(batch["x"]) - batch["x"].roll(1, 1)).square().mean()
-    return error
-
-
 Frozen = Callable[[nn.Module], Package]
 
 
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> Frozen:
     def freeze_once(module: nn.Module) -> Package:
-        return freeze(tmp_path_factory.mktemp("package"), module, loss, plain_batch())
+        return freeze(tmp_path_factory.mktemp("package"), module, rolled_loss, plain_batch())
 
     return freeze_once
 
