@@ -84,7 +84,7 @@ def test_what_ends_a_run_that_has_made_steps_is_no_wrong_request(
     def fail(_: Path) -> None:
         raise error
 
-    monkeypatch.setattr("trainload.launching.run.run_state.read_state", fail)
+    monkeypatch.setattr("trainload.launching.run.working_copy.read_state", fail)
     assert cli.run(["status", str(ended)]) == 1
 
 
@@ -204,7 +204,7 @@ def test_a_lost_run_in_a_folder_is_shown_without_asking_for_its_lease(
     assert state is not None
     put_state(tmp_path / "lost", state.model_copy(update={"over": False, "time": 0.0}))
     monkeypatch.setattr("trainload.launching.run.run_state.has_ended", lambda process: None)
-    monkeypatch.setattr("trainload.launching.run.driver.other_driver", ask)
+    monkeypatch.setattr("trainload.launching.run.working_copy.other_driver", ask)
     assert told(capsys, "status", tmp_path / "lost")["phase"] == "lost"
 
 
