@@ -5,9 +5,9 @@
 #   make test-long  the tests that it leaves out: every case of its matrices, faults, kills, benchmark scripts
 #   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
-#   make grid    every strategy with every kind of model, against one process: docs/grid.md
+#   make grid    every strategy with every kind of model, against one process: docs/measurements/grid.md
 #   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
-#   make coverage-suite   which models can be frozen: docs/coverage.md, in some hours
+#   make coverage-suite   which models can be frozen: docs/measurements/coverage.md, in some hours
 
 PYTHON ?= python3
 VENV ?= .venv

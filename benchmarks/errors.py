@@ -4,7 +4,7 @@
 
 Every model of tests/capture/refused.py is passed to torch.export.export (non-strict, dynamic batch
 dim) and to trainload's capture. The length for torch counts all that the user sees: traceback,
-message and log. The ten longest are written to docs/errors_before_after.md, with the
+message and log. The ten longest are written to docs/measurements/errors_before_after.md, with the
 first three lines of torch's message and the whole of trainload's.
 """
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=ROOT / "docs" / "errors_before_after.md",
+        default=ROOT / "docs" / "measurements" / "errors_before_after.md",
         help="output file",
     )
     options = parser.parse_args()

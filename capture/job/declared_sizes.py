@@ -167,7 +167,7 @@ def _leading_size_hint(leaves: Mapping[str, Tensor]) -> str:
             advice.append(
                 shared if place is None else f"{declared} if its rows are dim {place}, or {shared}"
             )
-    return f"Declare {'; '.join(advice[:3])}. See docs/shapes.md."
+    return f"Declare {'; '.join(advice[:3])}. See docs/guides/shapes.md."
 
 
 def declared_dims(name: str, declaration: Any, leaf: Tensor) -> dict[int, Any]:

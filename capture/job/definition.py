@@ -168,7 +168,7 @@ class Asset:
     Attributes:
         source: its path, or its bytes. The path of a folder includes all files in it.
         media_type: media type of the file, or of each file in the folder: "text/markdown". None:
-            derived from the file's name; docs/assets.md has the table.
+            derived from the file's name; docs/guides/assets.md has the table.
 
     Example:
         trainload.Asset(b"free for research", media_type="text/plain")
@@ -208,10 +208,11 @@ class Job:
             Dims that are not declared are fixed, except for the leading dim of every input, which
             is dynamic (one dim, named "batch") unless declared as `{0: Dim.STATIC}`. For an input
             whose rows are in another dim, declare that dim: `{"state": {1: Dim("batch")}}`. See
-            docs/shapes.md.
+            docs/guides/shapes.md.
         shared: (dotted) names of tensors of the batch that are the same for all rows of every
             batch: class weights, anchors, a mask. The package stores their values, and data sets do
-            not contain them. A container's name includes all tensors in it. See docs/shapes.md.
+            not contain them. A container's name includes all tensors in it. See
+            docs/guides/shapes.md.
         steps: length of the run: optimizer updates, or rounds of the loop if there are `graphs`.
         global_batch: rows of one optimizer update, over all workers and microbatches. None: the
             number of rows of the example.
@@ -224,15 +225,15 @@ class Job:
         seed: seed of dropout masks and of the order of the data.
         assets: name -> file to include in the package (a tokenizer, a licence, a model card): a
             path, bytes, or an `Asset`. A name may contain folders ("tokenizer/vocab.json"); for a
-            folder of files it is the folder's name. See docs/assets.md.
+            folder of files it is the folder's name. See docs/guides/assets.md.
         graphs: several graphs by name, instead of `loss`. The first one that trains is the main
             one: its loss is the run's.
         variants: further example batches by name, each with other entries, constants or shapes than
             `batch`; every graph is captured for each. A run passes a batch to the first variant
-            that accepts it, starting with `batch`. See docs/variants.md.
+            that accepts it, starting with `batch`. See docs/guides/variants.md.
         weight_names: name of a parameter or buffer in the model's `state_dict()` -> its name in
             weights that a launch reads (`weights_from`), as a dict or a function of the name.
-            Names that it lacks, and None: they are the same there. See docs/weights.md.
+            Names that it lacks, and None: they are the same there. See docs/guides/weights.md.
         replays: further batches, each run by the variant that accepts it, on which the freeze
             compares the graphs with eager mode.
         loop: the turns of a round, in order; the name of a graph stands for one run of it. None:

@@ -82,7 +82,7 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
                 hint=(
                     "Convert it to a tensor (torch.from_numpy, torch.tensor), or keep it as an"
-                    " attribute of the model. See docs/capture.md#unsupported-input."
+                    " attribute of the model. See docs/guides/capture.md#unsupported-input."
                 ),
             )
     if not tensors:
@@ -91,7 +91,7 @@ def leaves_of(batch: Mapping[str, Any], *, values: bool = True) -> dict[str, Ten
             where="Job.batch",
             hint=(
                 "Convert numbers with torch.tensor(values), text to tokens, and lists of tensors to"
-                " one padded tensor. See docs/capture.md#unsupported-input."
+                " one padded tensor. See docs/guides/capture.md#unsupported-input."
             ),
         )
     check_tensors(

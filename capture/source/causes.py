@@ -12,7 +12,7 @@ class Cause:
     """One reason why a model cannot be captured.
 
     Attributes:
-        anchor: anchor of its section in docs/capture.md.
+        anchor: anchor of its section in docs/guides/capture.md.
         sentence: description, to be read after "the train graph cannot be captured: ".
         advice: what to do, in a sentence.
         kinds: names of exception classes that always mean it.
@@ -229,7 +229,7 @@ CAUSES: tuple[Cause, ...] = (
     EAGER,
     DIFFERENCE,
 )
-"""All causes; each has a section in docs/capture.md."""
+"""All causes; each has a section in docs/guides/capture.md."""
 
 
 def cause_of(errors: Iterable[BaseException]) -> Cause | None:

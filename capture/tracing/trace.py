@@ -107,7 +107,7 @@ def capture(
             warnings.warn(
                 f"{len(without_gradient)} parameters get no gradient from the loss and are not"
                 f" trained: {', '.join(sorted(without_gradient))}. See"
-                " docs/capture.md#parameter-without-a-gradient.",
+                " docs/guides/capture.md#parameter-without-a-gradient.",
                 stacklevel=2,
             )
         parameters = parameter_specs(model, without_gradient)

@@ -58,7 +58,7 @@ def fill(
         raise RequestError(
             "is missing, and the package names no source of weights",
             where="source",
-            expected="weights in one of the forms of docs/weights.md",
+            expected="weights in one of the forms of docs/guides/weights.md",
         )
     if seed is not None and where != INIT:
         raise RequestError(

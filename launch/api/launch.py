@@ -70,9 +70,9 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
         data: path or URL of files whose columns are exactly the package's inputs, or those of one
             of its variants (Parquet, Arrow, npz, safetensors, tar); a mixture of such files, which
             is a file that ends in .json; or a function or Ray dataset that yields rows. See
-            docs/data.md.
+            docs/guides/data.md.
         request: fields of `RunRequest`, passed as keyword arguments. Only run_dir is required;
-            docs/runs.md lists them.
+            docs/guides/runs.md lists them.
 
     Returns:
         The result of the finished run.

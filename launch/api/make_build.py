@@ -77,7 +77,7 @@ def build(
     A build that is signed (`sign`) and pushed to the package's store (`push`) is loaded by runs of
     every release with the same program whose policies trust its maker; they then compile nothing.
     It fits machines of this one's architecture with the same releases of torch, Python and the
-    compiler. See docs/builds.md.
+    compiler. See docs/guides/builds.md.
 
     With `device` a machine without a GPU makes builds for one. Nothing is computed then, so that
     the graphs are unverified until `verify_build` has compared them on such a GPU.

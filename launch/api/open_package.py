@@ -24,7 +24,7 @@ def open(
     Args:
         path: path of the package's folder, or its name as STORE#LINE/RELEASE or oci://HOST/NAME:TAG.
             A named package is fetched into this machine's cache, and each node of a run fetches it
-            into its own (docs/store.md).
+            into its own (docs/guides/store.md).
         libraries: custom operators that the package may call: namespace -> the module or Python
             file that registers the operators, which is imported, or None if they are registered
             already. Name only code that you trust.

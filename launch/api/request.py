@@ -62,8 +62,8 @@ class ExecutionOptions(Settings):
     Default: the one that this process is connected to, or a local one for this run.
     """
     policy: str | Path | None = None
-    """Policy file (docs/trust.md), in addition to those of the machine and the environment: the
-    package must satisfy all of them.
+    """Policy file (docs/guides/trust.md), in addition to those of the machine and the environment:
+    the package must satisfy all of them.
     """
     on_event: Callable[[Event], None] | None = None
     """Receives every event of the run's journal."""

@@ -96,7 +96,7 @@ def parts_of(source: Source) -> tuple[Part, ...]:
             expected=json.dumps(
                 {"parts": [{"data": "rows.parquet", "constants": {}, "weight": 1.0}]}
             ),
-            hint="See docs/variants.md#mixtures.",
+            hint="See docs/guides/variants.md#mixtures.",
         ) from error
     names = [part.name for part in mixture.parts if part.name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -1,7 +1,7 @@
 """assets/: extra files of a package, which trainload itself does not interpret.
 
-docs/assets.md lists the conventional names. Media types come from a table in this module: the
-system's table differs between machines, and media types are part of a package's identity.
+docs/guides/assets.md lists the conventional names. Media types come from a table in this module:
+the system's table differs between machines, and media types are part of a package's identity.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """manifest.json: the file that describes a package. Its sha256 is the package's identity.
 
-docs/format.md specifies every field.
+docs/reference/format.md specifies every field.
 """
 
 from __future__ import annotations

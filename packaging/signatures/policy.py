@@ -2,7 +2,7 @@
 
 All policies that are found apply: the machine's, the one named by the environment, the one named by
 the user, and, on a worker, those that its driver found. So a user can tighten a policy but not
-weaken it. docs/trust.md says what each rule protects against.
+weaken it. docs/guides/trust.md says what each rule protects against.
 """
 
 from __future__ import annotations

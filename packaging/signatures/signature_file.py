@@ -3,8 +3,8 @@
 Signatures are not verified here.
 
 A file is a Sigstore bundle around an in-toto statement, as in OpenSSF model signing 1.0;
-docs/format.md specifies the subset that packages use. It is parsed without the signing library, so
-that every reader can list signatures.
+docs/reference/format.md specifies the subset that packages use. It is parsed without the signing
+library, so that every reader can list signatures.
 """
 
 from __future__ import annotations

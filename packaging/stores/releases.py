@@ -1,4 +1,4 @@
-"""Records of releases in a store; most are append-only. docs/store.md specifies every field."""
+"""Records of releases in a store; most are append-only. docs/guides/store.md has every field."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def read(name: str) -> DeviceProfile:
         raise PlanError(
             "this is not a device profile",
             where=str(path),
-            expected="the format in docs/planner.md",
+            expected="the format in docs/guides/planner.md",
             got=str(error).replace("\n", "; "),
             hint="Create one with `trainload profile`.",
         ) from error

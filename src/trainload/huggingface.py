@@ -5,8 +5,8 @@
     job = job_of(model, collator(rows), TrainingArguments(max_steps=1000, learning_rate=3e-4,
     warmup_steps=100)) package = trainload.freeze(job, "gpt2.tl")
 
-The training step is that of `transformers.Trainer` with these settings: docs/transformers.md lists
-the supported and the rejected ones. transformers itself is imported only when a schedule or
+The training step is that of `transformers.Trainer` with these settings: docs/guides/transformers.md
+lists the supported and the rejected ones. transformers itself is imported only when a schedule or
 Adafactor is created.
 """
 

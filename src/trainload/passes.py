@@ -5,7 +5,7 @@
 A pass works on the training IR, before autograd: the graph that torch.export traced, with no_grad
 and autocast regions and the bodies of control flow as submodules. Every node has `meta["val"]` (a
 fake tensor with the node's shape, dtype and device), and nodes of modules have
-`meta["nn_module_stack"]`. See docs/passes.md.
+`meta["nn_module_stack"]`. See docs/guides/passes.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The goldens are opened and trained by every torch too. Environments are created in .compat/, one for
 each torch (CUDA builds from PyPI, which run on CPU: some 7 GB each), and reused. Writes
-docs/compat.md and benchmarks/results/compat.json.
+docs/measurements/compat.md and benchmarks/results/compat.json.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def cell(results: dict[str, dict[str, Any]]) -> str:
 
 
 def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
-    """Return the text of docs/compat.md."""
+    """Return the text of docs/measurements/compat.md."""
     told = {version: opened[version]["results"] for version in versions}
     lines = [
         HEAD.format(fp32=FP32, bf16=BF16).rstrip(),
@@ -208,7 +208,7 @@ def main(versions: Sequence[str]) -> None:
         print(f"torch {version}: opens {len(made)} packages and the goldens", flush=True)
         opened[version] = asked(version, "open", [*made, *(golden.folder for golden in goldens())])
     text = page(versions, frozen, opened)
-    (ROOT / "docs" / "compat.md").write_text(text, encoding="utf-8")
+    (ROOT / "docs" / "measurements" / "compat.md").write_text(text, encoding="utf-8")
     relative = json.dumps({"frozen": frozen, "opened": opened}, indent=1, sort_keys=True).replace(
         f"{ROOT}/", ""
     )

@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md, the results of the suite as a table."""
+"""Writes docs/measurements/coverage.md, the results of the suite as a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.coverage.stages import (
 )
 from tests.house.source import ROOT
 
-TABLE = ROOT / "docs" / "coverage.md"
+TABLE = ROOT / "docs" / "measurements" / "coverage.md"
 TORCH_SAMPLES = ROOT / "benchmarks" / "results" / "torch_samples.json"
 """File with torch's version, the number of passed cases of each test, and the failed cases."""
 _MARKS = {
@@ -145,7 +145,7 @@ def versions() -> dict[str, str]:
 
 
 def write_table(results: Mapping[str, Outcome], used: Mapping[str, str]) -> None:
-    """Write docs/coverage.md. `used` are the `versions` of the results."""
+    """Write docs/measurements/coverage.md. `used` are the `versions` of the results."""
     from tests.coverage import stages
 
     meanings = "\n".join(f"| {stage} | {meaning} |" for stage, meaning in _MEANINGS.items())

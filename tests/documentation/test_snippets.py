@@ -1,7 +1,7 @@
 """Every Python example of README.md and docs/ runs unchanged, except for the number of steps.
 
-The examples of docs/capture.md, docs/graphs.md and docs/variants.md, which state their results,
-have their own tests.
+The examples of capture.md, graphs.md and variants.md in docs/guides/, which state their results,
+have their own tests, and so have the tutorials.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pq.write_table(pa.table({
 }), "train.parquet")
 """
     ),
-    "docs/abstract.md": (
+    "docs/guides/abstract.md": (
         """
 from transformers import LlamaConfig, LlamaForCausalLM
 def config(width, layers):
@@ -43,8 +43,8 @@ def job_of(model):
     return Job(model, {"ids": ids}, optimizer, loss=loss)
 """
     ),
-    "docs/adapters.md": ROWS + PACKAGE,
-    "docs/assets.md": PACKAGE
+    "docs/guides/adapters.md": ROWS + PACKAGE,
+    "docs/guides/assets.md": PACKAGE
     + """
 Path("LICENSE").write_text("free")
 Path("voices.bin").write_bytes(b"la")
@@ -54,7 +54,7 @@ assets = {"LICENSE": "LICENSE", "tokenizer": "runs/tokenizer/"}
 Path("gpt.tl").rename("bare.tl")
 trainload.freeze(dataclasses.replace(gpt, assets=assets), "gpt.tl")
 """,
-    "docs/data.md": PACKAGE
+    "docs/guides/data.md": PACKAGE
     + """
 import ray.data
 class database:
@@ -67,20 +67,20 @@ Path("raw").mkdir()
 Path("raw/0.json").write_text("\\n".join('{"text": "a"}' for _ in range(8)))
 plan = trainload.plan(package, trainload.Cluster(), "single")
 """,
-    "docs/debugging.md": ROWS + PACKAGE,
-    "docs/export.md": PACKAGE
+    "docs/guides/debugging.md": ROWS + PACKAGE,
+    "docs/guides/export.md": PACKAGE
     + """
 Path("gpt.tl").rename("gpt-trained.tl")
 trainload.export(trainload.open("gpt-trained.tl"), "gpt.aoti.pt2", to="aoti")
 """,
-    "docs/optimizers.md": "",
-    "docs/profiling.md": ROWS + PACKAGE + WHILE_IT_RUNS,
-    "docs/passes.md": PACKAGE
+    "docs/guides/optimizers.md": "",
+    "docs/guides/profiling.md": ROWS + PACKAGE + WHILE_IT_RUNS,
+    "docs/guides/passes.md": PACKAGE
     + """
 def fuse(graph, program, *, width=1):
     return graph
 """,
-    "docs/shapes.md": (
+    "docs/guides/shapes.md": (
         """
 class Mask:
     def __init__(self, left, right):
@@ -89,11 +89,11 @@ x, state, weight = torch.zeros(4, 3, 8), torch.zeros(2, 4, 8), torch.ones(5)
 left = inputs = targets = torch.zeros(4, 8)
 """
     ),
-    "docs/transformers.md": "",
-    "docs/watching.md": "",
+    "docs/guides/transformers.md": "",
+    "docs/guides/watching.md": "",
 }
-ON_RAY = ("README.md", "docs/adapters.md", "docs/data.md")
-OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/variants.md"}
+ON_RAY = ("README.md", "docs/guides/adapters.md", "docs/guides/data.md")
+OTHERS = {"docs/guides/capture.md", "docs/guides/graphs.md", "docs/guides/variants.md"}
 
 
 def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +123,5 @@ def test_the_examples_of_a_page_train_on_ray(
 
 
 def test_every_page_with_examples_is_run() -> None:
-    pages = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+    pages = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
     assert {page for page in pages if python_blocks(page)} == {*PAGES, *OTHERS}

@@ -2,9 +2,9 @@
 
     python -m tests.grid.run [--models TEXT] [--steps N] [--outlined]
 
-Writes docs/grid.md. A cell is the greatest relative difference between a loss and that of one
-process, or the reason why there is no such plan. With --outlined, deeper models are trained, and
-the ranks call outlined graphs.
+Writes docs/measurements/grid.md. A cell is the greatest relative difference between a loss and that
+of one process, or the reason why there is no such plan. With --outlined, deeper models are trained,
+and the ranks call outlined graphs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainload.core.errors import PlanError
 from trainload.packaging.package import Package
 from trainload.sharding.plans.strategies import BatchNorm, Strategy
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "grid.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "grid.md"
 HEAD = f"""# Every strategy with every kind of model
 
 Each model (`tests/grid/models.py`) is trained for {STEPS} steps in float32, by gloo processes on

@@ -1,4 +1,4 @@
-"""Write docs/hostile.md: the message for each hostile package, and the time that reading it takes.
+"""Write docs/measurements/hostile.md: each hostile package's message, and the time to read it.
 
 `make hostile` runs it.
 """
@@ -16,7 +16,7 @@ from tests.hostile.guarded import Noted, refusal, watched
 from tests.hostile.packages import CASES
 from tests.hostile.prepared import make_base
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "hostile.md"
 HEAD = """# How hostile packages are rejected
 
 Each row is a valid package that was modified by an attacker who recomputed every digest and

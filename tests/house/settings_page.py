@@ -1,4 +1,4 @@
-"""Tables of settings in docs/runs.md: `python -m tests.house.settings_page` generates them."""
+"""Tables of settings in docs/guides/runs.md; `python -m tests.house.settings_page` writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.house.source import ROOT
 
 from trainload.launching.settings.describe import Description, descriptions
 
-PAGE = ROOT / "docs" / "runs.md"
+PAGE = ROOT / "docs" / "guides" / "runs.md"
 
 
 def _table(rows: list[Description]) -> str:

@@ -12,7 +12,7 @@ from tests.house.source import ROOT, face_files, stage_files
 GENERATED = ("coverage.md", "errors_before_after.md", "grid.md", "hostile.md")
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED),
 ]
 SOURCES = [*stage_files(), *face_files()]
 BANNED = {

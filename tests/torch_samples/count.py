@@ -1,4 +1,4 @@
-"""Count the results on torch's databases for docs/coverage.md.
+"""Count the results on torch's databases for docs/measurements/coverage.md.
 
 Run by `make coverage-suite`, or by `python -m tests.torch_samples.count`.
 """

@@ -73,7 +73,7 @@ class Finding:
     """One reason why a model cannot be captured.
 
     Attributes:
-        cause: anchor of its section in docs/capture.md.
+        cause: anchor of its section in docs/guides/capture.md.
         sentence: the problem, as a continuation of "the train graph cannot be captured: ".
         advice: a hint, as a sentence.
         rewrite: replacement code, of several lines or empty.
@@ -89,7 +89,7 @@ class Finding:
     @property
     def link(self) -> str:
         """Link to the section of the documentation about this cause."""
-        return f"docs/capture.md#{self.cause}"
+        return f"docs/guides/capture.md#{self.cause}"
 
     def as_json(self) -> dict[str, str]:
         """Return the fields for `--json`."""

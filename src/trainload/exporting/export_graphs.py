@@ -113,7 +113,7 @@ def export(
 ) -> Exported:
     """Export a graph with the package's weights, or only the weights, for use without trainload.
 
-    See docs/export.md.
+    See docs/guides/export.md.
 
     Args:
         package: the package; after training, the output of `launch`.

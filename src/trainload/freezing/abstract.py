@@ -48,7 +48,7 @@ def freeze_abstract(
 
     The reduced job is captured and compared with eager mode like any other job, joint graph
     included. Then the abstract job is captured; it must have the same structure up to sizes and
-    repeated layers. docs/abstract.md says what this proves and what it does not.
+    repeated layers. docs/guides/abstract.md says what this proves and what it does not.
 
     Args:
         recorded: the job. Parameters and buffers of its model, and tensors of its batch, may be

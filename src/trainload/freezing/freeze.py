@@ -74,12 +74,12 @@ def freeze(
             declare those that it suggests instead. debug/batch.json records the changes.
         on_fix: called with each change.
         abstract: True if the model has no values: it is frozen without weights. See
-            docs/abstract.md.
+            docs/guides/abstract.md.
         reduced: for an abstract package, a job of the same code with smaller sizes, or a function
             that returns it; it is compared with eager mode instead.
         libraries: namespace of custom operators that the job calls -> module or Python file that
             registers them, which is imported and recorded; the others are detected. See
-            docs/operators.md.
+            docs/reference/operators.md.
         bundle_ops: True bundles these libraries into the package, as wheels built from installed
             files; a sequence of wheels bundles these instead. False or an empty sequence bundles
             nothing.
@@ -154,7 +154,7 @@ def _freeze(
             raise JobError(
                 "reduced requires abstract, and apply_suggested_fixes cannot be combined with it",
                 where="freeze",
-                hint="See docs/abstract.md.",
+                hint="See docs/guides/abstract.md.",
             )
         return freeze_abstract(
             recorded,

@@ -24,7 +24,7 @@ def sign(
 ) -> SignatureFile:
     """Sign a package or build: write signatures/NAME.sig into its folder.
 
-    Requires the extra `signing`; see docs/trust.md.
+    Requires the extra `signing`; see docs/guides/trust.md.
 
     Args:
         package: folder of a package, or one that `build` wrote.
@@ -76,7 +76,7 @@ def verify(package: str | Path, identities: Sequence[str | Path] = ()) -> Verify
 
 
 def diff(before: str | Path, after: str | Path, *, weights: bool = True) -> PackageDifference:
-    """Compare two packages by name; see docs/diff.md.
+    """Compare two packages by name; see docs/guides/diff.md.
 
     Args:
         before: a package's folder.

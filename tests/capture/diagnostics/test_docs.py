@@ -1,4 +1,4 @@
-"""Every example of docs/capture.md fails or works as documented."""
+"""Every example of docs/guides/capture.md fails or works as documented."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainload.capture.source.causes import CAUSES
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import CaptureError, JobError
 
-TEXT = (ROOT / "docs" / "capture.md").read_text()
+TEXT = (ROOT / "docs" / "guides" / "capture.md").read_text()
 ANCHORS = {
     title.lower().replace(" ", "-") for title in re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
 }
@@ -79,7 +79,7 @@ def test_an_example_that_fails_fails_of_its_cause(
         warnings.simplefilter("ignore")
         with pytest.raises((CaptureError, JobError)) as raised:
             capture(job)
-    assert f"docs/capture.md#{anchor}" in str(raised.value)
+    assert f"docs/guides/capture.md#{anchor}" in str(raised.value)
     if isinstance(raised.value, CaptureError):
         assert raised.value.findings[0].cause == anchor
 
@@ -95,7 +95,8 @@ def test_an_example_that_warns_names_what_it_says(
     names: str, code: str, job_of: Callable[[str], Job]
 ) -> None:
     with pytest.warns(
-        UserWarning, match=f"{re.escape(names)}.*docs/capture.md#parameter-without-a-gradient"
+        UserWarning,
+        match=f"{re.escape(names)}.*docs/guides/capture.md#parameter-without-a-gradient",
     ):
         capture(job_of(code))
 

@@ -103,7 +103,7 @@ def test_the_first_sentence_ends(case: Refused) -> None:
 @one_of_each_cause
 @every
 def test_the_link_leads_to_a_section(case: Refused) -> None:
-    found = re.findall(r"docs/capture\.md#([\w-]+)", str(error_of(case)))
+    found = re.findall(r"docs/guides/capture\.md#([\w-]+)", str(error_of(case)))
     assert found[0] == case.cause
     assert set(found) <= ANCHORS
 

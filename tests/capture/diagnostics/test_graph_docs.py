@@ -1,4 +1,4 @@
-"""The jobs of docs/graphs.md can be captured, and their recipes built."""
+"""The jobs of docs/guides/graphs.md can be captured, and their recipes built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.optimizers import optimizer_of
 
 from trainload.capture.tracing.trace import capture
 
-BLOCKS = python_blocks("docs/graphs.md")
+BLOCKS = python_blocks("docs/guides/graphs.md")
 
 
 @pytest.mark.matrix("0")

@@ -1,4 +1,4 @@
-"""Every example of docs/variants.md works as documented."""
+"""Every example of docs/guides/variants.md works as documented."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import trainload
 from trainload.core.errors import DataError
 from trainload.launching.data.mixture import parts_of
 
-TEXT = (ROOT / "docs" / "variants.md").read_text()
+TEXT = (ROOT / "docs" / "guides" / "variants.md").read_text()
 BLOCKS = {
     kind: (said, code)
     for kind, said, code in re.findall(

@@ -1,4 +1,4 @@
-"""Plant ten faults, find each with one command, and print the table of docs/debugging.md.
+"""Plant ten faults, find each with one command, and print the table of docs/guides/debugging.md.
 
 python -m tests.launch.debugging.fault_table
 """

@@ -36,7 +36,7 @@ def read(golden: Golden) -> Manifest:
 
 
 def program_digest(of: dict[str, Any]) -> str:
-    """Compute the digest that docs/format.md defines from the content of the file."""
+    """Compute the digest that docs/reference/format.md defines from the content of the file."""
     left = {name: value for name, value in of.items() if name not in ("parent", "training")}
     left["features"] = [feature for feature in of["features"] if feature != "training"]
     left["files"] = {

@@ -443,7 +443,7 @@ def _format_turn(turn: TurnRecipe) -> str:
     "--weights",
     "source",
     metavar="SOURCE",
-    help="Weights (docs/weights.md).  [default: the package's own source]",
+    help="Source of the weights.  [default: the package's own source]",
 )
 @click.option("--partial-weights", is_flag=True, help="They may lack tensors or have others.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of init. Default: the package's.")

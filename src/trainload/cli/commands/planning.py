@@ -122,7 +122,7 @@ plan_file_option = click.option(
     type=click.Choice(BATCH_NORMS),
     default="averaged",
     metavar="S",
-    hidden=True,  # the help of the others fills a screen; docs/plans.md has it
+    hidden=True,  # the help of the others fills a screen; docs/reference/plans.md has it
     help=f"One of {', '.join(BATCH_NORMS)}.",
 )
 @click.option(

@@ -95,7 +95,7 @@ def weights_options(command: Command) -> Command:
         "--weights",
         "weights_from",
         metavar="SOURCE",
-        help="Weights to begin from (docs/weights.md).",
+        help="Weights to begin from.",
     )
     partial_option = click.option(
         "--partial-weights", is_flag=True, hidden=True, help="They may lack tensors or have others."
@@ -115,7 +115,7 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 
 @click.command(short_help="Train a package.")
 @click.argument("package", metavar="PKG")
-@click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
+@click.option("--data", required=True, metavar="DATA", help="Training data: files or a URL.")
 @plan_options
 @click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or an elastic range.")
 @setting_option("steps")
@@ -262,7 +262,7 @@ def launch(
 
 @click.command(short_help="Evaluate a package.")
 @click.argument("package", metavar="PKG")
-@click.option("--data", required=True, metavar="DATA", help="Training data (docs/data.md).")
+@click.option("--data", required=True, metavar="DATA", help="Training data: files or a URL.")
 @plan_options
 @click.option("--nodes", type=positive, metavar="N", help="Number of nodes. Default: 1.")
 @click.option(

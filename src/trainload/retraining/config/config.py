@@ -263,7 +263,7 @@ class Gate(_Section):
     """Requirements for the promotion of a challenger.
 
     Attributes:
-        require: expression over the metrics of champion and challenger (docs/retraining.md).
+        require: expression over the metrics of champion and challenger (docs/guides/retraining.md).
         drift: thresholds for the drift of its data.
     """
 

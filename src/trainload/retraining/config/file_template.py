@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TEMPLATE = """\
-# A retraining of trainload: docs/retraining.md. `trainload retrain check FILE` validates it.
+# A retraining of trainload: docs/guides/retraining.md. `trainload retrain check FILE` validates it.
 # Relative paths start at the folder of this file. Durations are written as 90s, 30m, 6h, 7d, 2w.
 
 store: store                        # releases and records: a folder, or a URL such as s3://models/store

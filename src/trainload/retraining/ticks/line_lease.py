@@ -77,7 +77,7 @@ class LineLeases(Leases[LineLease]):
                 "this store does not support conditional writes, which prevent two schedulers from"
                 " running the same tick",
                 where=store.url,
-                hint="Use a folder, S3, or another store that supports them (docs/store.md).",
+                hint="Use a folder, S3, or another store that has them (docs/guides/store.md).",
             )
         self._store, self._line = store, line
         where = f"{store.url}, line {line}"
