@@ -324,5 +324,6 @@ def _message(found: Mapping[str, Any]) -> str:
 
 
 def _in_a_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text.replace("|", "\\|").replace("`", "'")[:420]
+    """Return a message as a code span: its brackets and stars are no Markdown."""
+    text = " ".join(text.split()).replace("|", "\\|").replace("`", "'")[:420]
+    return f"`{text}`" if text else ""

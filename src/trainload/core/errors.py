@@ -120,7 +120,8 @@ class CaptureError(RequestError):
     """The model cannot be captured soundly.
 
     Args:
-        problem, where, expected, got, hint: as for every error.
+        problem: one sentence that says what is wrong.
+        details: where, expected, got, hint: as for every error.
         findings: causes in the user's source, the first one first. With them the message is a
             multi-line report: see `trainload.core.finding`.
     """
@@ -167,7 +168,8 @@ class WeightsError(RequestError):
     """Weights from elsewhere cannot be used for a package.
 
     Args:
-        problem, where, expected, got, hint: as for every error.
+        problem: one sentence that says what is wrong.
+        details: where, expected, got, hint: as for every error.
         table: lines of the tensors that do not fit, which follow the message.
     """
 
