@@ -5,6 +5,7 @@
 #   make test-long  the tests that it leaves out: every case of its matrices, faults, kills, benchmark scripts
 #   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
+#   make docs    the documentation as a site in build/site, strictly: no broken link, no undocumented option
 #   make grid    every strategy with every kind of model, against one process: docs/measurements/grid.md
 #   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
 #   make coverage-suite   which models can be frozen: docs/measurements/coverage.md, in some hours
@@ -19,14 +20,14 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,transformers]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[ray,dev,docs,transformers]"
 	mkdir -p $(REGISTRY)
 	cd $(REGISTRY) && (apt-get download --quiet docker-registry || (apt-get update -qq && apt-get download --quiet docker-registry)) && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb \
 		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
@@ -81,6 +82,11 @@ compat: env
 grid: env
 	$(BIN)/python -m tests.grid.run
 	$(BIN)/python -m tests.grid.run --outlined
+
+# The theme's notice about other generators is not for readers of the build.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/documentation/test_site.py
 
 hostile: env
 	$(BIN)/python -m tests.hostile.table

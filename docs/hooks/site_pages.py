@@ -56,7 +56,9 @@ def api_page(part: str) -> str:
     """Return the text of a page of the API."""
     title, folders = PARTS[part]
     lines = [f"# {title}", ""]
-    for name, module in public_names().items():
+    # what is called, then what it returns and takes
+    by_kind = sorted(public_names().items(), key=lambda each: (each[0][0].isupper(), each[0]))
+    for name, module in by_kind:
         if module.split(".")[1] in folders:
             lines += [
                 f"::: {module}.{name}",

@@ -53,9 +53,9 @@ class Pass(Protocol):
     return; it may also return another graph. The inputs (placeholders, by name and order) and the
     number of outputs must stay the same. A new node without `meta["val"]` gets one.
 
-    Its arguments are the graph, whose name is `graph.meta[GRAPH]`; the program, which has all graphs
-    before the pass, the parameters and the state, and must not be changed; and the user's options:
-    numbers, strings, booleans, tuples of strings.
+    Its arguments are the graph, whose name is `graph.meta[GRAPH]`; the program, which has all
+    graphs before the pass, the parameters and the state, and must not be changed; and the user's
+    options: numbers, strings, booleans, tuples of strings.
 
     Example:
         def remove_dropout(graph, program):

@@ -16,9 +16,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands in a page's indented blocks, each on one line."""
+    """Return the commands in a page's indented and fenced blocks, each on one line."""
     joined = re.sub(r"\\\n\s*", "", page.read_text())
-    return re.findall(r"^    (trainload .*)$", joined, re.MULTILINE)
+    fenced = "".join(re.findall(r"^```bash\n(.*?)^```", joined, re.MULTILINE | re.DOTALL))
+    return [
+        *re.findall(r"^    (trainload .*)$", joined, re.MULTILINE),
+        *re.findall(r"^(trainload .*)$", fenced, re.MULTILINE),
+    ]
 
 
 COMMANDS = [

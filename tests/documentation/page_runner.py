@@ -1,8 +1,8 @@
-"""A tutorial as a program: its blocks, in order, in one folder.
+"""A page as a program: its blocks, in order, in one folder.
 
 - A block with a title ("job.py") is a file, written as it is.
-- A `bash` block is run by bash. The `text` block that follows is what it prints: each line is in the
-  output, in this order, with other numbers and other spaces; "..." stands for any lines.
+- A `bash` block is run by bash. The `text` block that follows is what it prints: each line is in
+  the output, in this order, with other numbers and other spaces; "..." stands for any lines.
 - Other Python is a script, run by `python -`.
 
 Commands that need what a test lacks are left out by name, `ELSEWHERE`.
@@ -14,7 +14,8 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.house.source import ROOT
@@ -63,6 +64,14 @@ def missing_lines(expected: str, output: str) -> list[str]:
     return [shape for shape in shapes if shape not in printed]
 
 
+def _replaced(block: Block, replacements: Mapping[str, str]) -> Block:
+    """Return a block with other sizes."""
+    text = block.text
+    for before, after in replacements.items():
+        text = text.replace(before, after)
+    return replace(block, text=text)
+
+
 def _run(command: list[str], given: str, folder: Path) -> str:
     """Return what a program prints, given its input."""
     environment = {
@@ -85,14 +94,20 @@ def _run(command: list[str], given: str, folder: Path) -> str:
     return done.stdout
 
 
-def run_page(page: Path, folder: Path) -> int:
+def run_page(page: Path, folder: Path, replacements: Mapping[str, str] | None = None) -> int:
     """Run a page's blocks in a folder.
+
+    Args:
+        page: the page.
+        folder: working directory, with what the page takes for granted.
+        replacements: text in the blocks -> smaller sizes.
 
     Returns:
         The number of blocks that were written, run or compared.
     """
     output, count = "", 0
-    for block in blocks(page):
+    for written in blocks(page):
+        block = _replaced(written, replacements or {})
         if block.title:
             (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.title).write_text(block.text)
