@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +49,12 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
     if file.exists():
         raise StorageError(
             "it exists already", where=str(file), hint="Choose another path, or remove it."
+        )
+    if find_spec(file.stem) is not None:
+        raise StorageError(
+            f"a module named {file.stem} is installed, and the file would be imported in its place",
+            where=str(file),
+            hint="Choose another name.",
         )
     package = file.with_suffix(".tl")
     commands = [
