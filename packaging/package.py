@@ -37,7 +37,7 @@ from trainload.packaging.format.manifest_records import BufferEntry, OpLibraryEn
 from trainload.packaging.format.package_files import read_checked, walk
 from trainload.packaging.format.package_paths import CONSTANTS, MANIFEST, OUTSIDE
 from trainload.packaging.graphs.graph_json import graph_from_json
-from trainload.packaging.graphs.graph_signature import check_signature
+from trainload.packaging.graphs.graph_signature import check_signature, no_such_graph
 from trainload.packaging.graphs.operator_compat import Verdict, compare_operators
 from trainload.packaging.graphs.validate import parse_graph, validate_graph
 from trainload.packaging.libraries.op_libraries import spelled_library
@@ -190,8 +190,8 @@ class Package:
         """
         entries = self.manifest.graphs
         if graph not in entries or variant_of(graph):
-            graph_names = ", ".join(name for name in entries if not variant_of(name))
-            raise PackageError("the package has no such graph", where=graph, expected=graph_names)
+            graph_names = [name for name in entries if not variant_of(name)]
+            raise no_such_graph(graph, graph_names)
         variants = {
             "": graph,
             **{variant: f"{graph}-{variant}" for variant in self.manifest.variants},
@@ -292,11 +292,7 @@ class Package:
     ) -> GraphCapture:
         entry = self.manifest.graphs.get(name)
         if entry is None:
-            raise PackageError(
-                "the package has no such graph",
-                where=name,
-                expected=", ".join(self.manifest.graphs),
-            )
+            raise no_such_graph(name, [*self.manifest.graphs])
         inputs, outputs = graph_specs(entry)
         guard = graph_guard(entry) if entry.guard is not None else None
         return GraphCapture(

@@ -19,6 +19,7 @@ from trainload.capture.source.source_place import place_of_error
 from trainload.capture.tracing.targets import graphs_of
 from trainload.core.arguments import out_of_range
 from trainload.core.errors import JobError, RequestError, raised
+from trainload.core.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def make_loop(job: Job) -> tuple[TurnRecipe, ...]:
                 where=where,
                 expected=f"a Turn, or one of {sorted(graphs)}",
                 got=repr(entry),
+                hint=did_you_mean(str(turn.graph), graphs),
             )
         try:
             turns.append(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 
 Shapes = dict[str, dict[int, Any]]
 """Input name -> {dim: torch.export.Dim, or one of its hints}, as in torch's `dynamic_shapes`.
@@ -44,6 +45,7 @@ def declared_shapes(dynamic: Mapping[str, Any], leaves: Mapping[str, Tensor]) ->
             where="Job.dynamic",
             expected=f"some of {sorted(leaves)}",
             got=", ".join(map(repr, unknown)),
+            hint=did_you_mean(str(unknown[0]), leaves),
         )
     _check_rows(leaves)
     shapes = {name: declared_dims(name, dynamic.get(name), leaf) for name, leaf in leaves.items()}

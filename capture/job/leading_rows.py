@@ -13,6 +13,7 @@ from trainload.capture.job.declared_sizes import declared_dims, is_hint
 from trainload.capture.job.definition import Batch, Job, check_job
 from trainload.capture.job.inputs import Placed, leaves_of, with_tensors
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 
 _BATCH_DIM = "batch"
 """Name of the batch dim if no leading dim has another name."""
@@ -89,6 +90,7 @@ def _shared_inputs(job: Job, examples: Mapping[str, Tensor]) -> set[str]:
                 where="Job.shared",
                 expected=f"some of {sorted(examples)}",
                 got=repr(entry),
+                hint=did_you_mean(str(entry), examples),
             )
         if sized := sorted(names & set(job.dynamic)):
             raise JobError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 
 
 def parameter_groups(
@@ -61,6 +62,7 @@ def parameter_groups(
                 where="parameter_groups",
                 expected="a part of " + ", ".join(aliases[0] for aliases in names.values()),
                 got=", ".join(fitting) or "no match",
+                hint="" if fitting else did_you_mean(pattern, (each[0] for each in names.values())),
             )
     groups: list[dict[str, Any]] = [
         {**patterns[pattern], "params": members} for pattern, members in chosen.items()

@@ -23,6 +23,7 @@ from trainload.capture.shapes.shape_fixes import refusals, suggested_fixes
 from trainload.capture.tracing.targets import Target, example_of, targets_of
 from trainload.capture.tracing.trace import export_graph
 from trainload.core.errors import CaptureError, JobError
+from trainload.core.suggestions import did_you_mean
 
 Place = tuple[str, int]
 """A dim of an input."""
@@ -122,6 +123,7 @@ def explain_shapes(job: Job, graph: str | None = None) -> ShapeReport:
             where="Job.graphs",
             expected=", ".join(t.name for t in trained),
             got=repr(graph),
+            hint=did_you_mean(str(graph), [t.name for t in trained]),
         )
     batch, shapes = example_of(job, step)
     shapes = {name: shapes[name] for name in batch}

@@ -18,6 +18,7 @@ from trainload.capture.job.model_state import modes_kept, state_kept
 from trainload.capture.parity.parity import replaying
 from trainload.capture.program import MAIN, RESERVED, Mode, OutputRole, graph_name
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -177,6 +178,7 @@ def targets_of(job: Job) -> tuple[Target, ...]:
                         where="Job.graphs",
                         expected=str(sorted(outputs)),
                         got=lacking[0],
+                        hint=did_you_mean(lacking[0], outputs),
                     )
         if job.predict is not None:
             example = _select_entries(job, batch, job.predict_inputs, "Job.predict_inputs")
@@ -249,6 +251,7 @@ def _select_entries(
             where=where,
             expected=f"some of {sorted(entries_of_job)}",
             got=str(unknown),
+            hint=did_you_mean(str(unknown[0]), entries_of_job),
         )
     return {name: value for name, value in batch.items() if name in set(names)}
 

@@ -22,6 +22,7 @@ from trainload.core.errors import (
     StorageError,
 )
 from trainload.core.storage.places import absolute_place, is_url, local_path
+from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import VERSION
 from trainload.launching.checkpoints.checkpoint_place import place_of, whole_place
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
@@ -380,7 +381,10 @@ def check_backend(backend: Backend, address: str | None) -> None:
     """
     if backend not in get_args(Backend):
         raise ClusterError(
-            "no such backend", expected=" or ".join(get_args(Backend)), got=str(backend)
+            "no such backend",
+            expected=" or ".join(get_args(Backend)),
+            got=str(backend),
+            hint=did_you_mean(str(backend), get_args(Backend)),
         )
     if backend != "ray" and address is not None:
         raise RequestError(

@@ -23,7 +23,8 @@ import pyarrow as pa
 from trainload.core.credentials import resolve
 from trainload.core.errors import DataError, JobError, StorageError, TrainloadError
 from trainload.core.storage.interface import StoreFiles, send_file
-from trainload.core.user_code import describe, load_module, user_line
+from trainload.core.suggestions import did_you_mean
+from trainload.core.user_code import describe, functions_of, load_module, user_line
 from trainload.launching.data.arrow_file import Batch, write_rows
 from trainload.launching.run.run_directory import RUN_FILE, missing_folders, remove_empty
 from trainload.launching.run.run_place import files_of, place_name
@@ -223,7 +224,11 @@ def _load_function(reference: str) -> tuple[ModuleType, Callable[[], Any]]:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise DataError(f"there is no function {name!r} in it", where=location)
+        raise DataError(
+            f"there is no function {name!r} in it",
+            where=location,
+            hint=did_you_mean(name, functions_of(module)),
+        )
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         arguments = {key: resolve(value) for key, value in pairs}

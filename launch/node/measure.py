@@ -1,4 +1,4 @@
-"""Measure the performance of this machine for the planner (`trainload profile`)."""
+"""Measure the performance of this machine for the planner (`trainload measure`)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def measure(
         name=name,
         kind=kind,
         source=(
-            f"trainload profile: {_describe_device(device)}, torch {torch.__version__}, {ranks}"
+            f"trainload measure: {_describe_device(device)}, torch {torch.__version__}, {ranks}"
             " processes; network: as within a node"
         ),
         memory_bytes=total,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainload.core.errors import JobError
+from trainload.core.suggestions import similar
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.low_rank import LowRank
@@ -153,7 +153,7 @@ def _match_names(
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, like, n=5, cutoff=0.3) or list(like[:5])
+            near = similar(pattern, like, 5) or list(like[:5])
             raise JobError(
                 f"no {'trained ' if where == 'adapters.also' else ''}parameter matches {pattern!r}",
                 where=where,

@@ -4,7 +4,6 @@ descriptions are written once, there.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainload.core.arguments import out_of_range, shown
 from trainload.core.errors import RequestError
+from trainload.core.suggestions import did_you_mean
 from trainload.launching.settings.info import description_of
 
 P = ParamSpec("P")
@@ -89,15 +89,14 @@ def _request_error(error: ValidationError, model: type[BaseModel]) -> RequestErr
     name = str(first["loc"][0])
     field = model.model_fields.get(name)
     if field is None:
-        alike = difflib.get_close_matches(name, model.model_fields)
         return RequestError(
             "there is no such option",
             where=name,
             expected=f"one of {', '.join(sorted(model.model_fields))}",
-            hint=(
-                f"Did you mean {alike[0]}?"
-                if alike
-                else "Pass changes of the training settings in `overrides`."
+            hint=did_you_mean(
+                name,
+                model.model_fields,
+                "Pass changes of the training settings in `overrides`.",
             ),
         )
     if first["type"] == "missing":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 from trainload.launching.settings.adapters import Adapters
 from trainload.launching.settings.info import SettingInfo
 
@@ -43,10 +44,12 @@ FIXED: Mapping[str, str] = {
 def _check_schedule(text: str) -> str:
     shape, colon, warmup = text.partition(":")
     if shape not in _SCHEDULES or (colon and not warmup.isdecimal()):
-        raise ValueError(
+        rule = (
             f"must be one of {', '.join(_SCHEDULES)}, optionally followed by :WARMUP, a number of"
             " updates"
         )
+        hint = "" if shape in _SCHEDULES else did_you_mean(shape, _SCHEDULES)
+        raise ValueError(f"{rule}. {hint}" if hint else rule)
     return text
 
 
@@ -210,9 +213,11 @@ class Overrides(BaseModel):
                     f"no trained parameter matches {pattern!r}",
                     where="frozen",
                     expected=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                    hint=(
+                    hint=did_you_mean(
+                        pattern,
+                        names,
                         "Use shell patterns, such as `layers.0.*`. `trainload inspect` lists the"
-                        " names."
+                        " names.",
                     ),
                 )
         frozen_names = frozenset(
@@ -250,6 +255,7 @@ class Overrides(BaseModel):
                 where="lr",
                 expected=", ".join(group.name for group in recipe.groups),
                 got=strange[0],
+                hint=did_you_mean(strange[0], [group.name for group in recipe.groups]),
             )
         peaks = {group.name: max(_group_rates(recipe, group)) for group in recipe.groups}
         first = peaks[recipe.groups[0].name]

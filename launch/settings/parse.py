@@ -9,7 +9,9 @@ from typing import Annotated, Any, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from trainload.core.arguments import nearest_literal
 from trainload.core.errors import RequestError
+from trainload.core.suggestions import did_you_mean
 from trainload.launching.settings.adapters import Adapters
 from trainload.launching.settings.info import SettingInfo, info_of
 from trainload.launching.settings.overrides import FIXED, Overrides
@@ -137,7 +139,7 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
 
 
 def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> None:
-    problem = ""
+    problem = hint = ""
     if name in FIXED:
         problem = f"{name} cannot be set at a launch: {FIXED[name]}"
     elif key is None:
@@ -150,12 +152,13 @@ def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> 
             f"there is no setting {name}{' to change' if resuming else ''}; available:"
             f" {', '.join(sorted(available))}"
         )
+        hint = did_you_mean(name, available)
     elif resuming and key.info.fixed:
         problem = f"{name} cannot be changed in the middle of a run: {key.info.fixed}"
     elif key.info.option and not resuming:
         problem = f"{name} is set with its own option, {key.info.option}"
     if problem:
-        raise RequestError(problem, where=f"--set {text}")
+        raise RequestError(problem, where=f"--set {text}", hint=hint)
 
 
 def adapter_of(field: FieldInfo) -> TypeAdapter[Any]:
@@ -174,5 +177,9 @@ def _parse_value(field: FieldInfo, text: str, value: str | tuple[str, ...]) -> A
             kind.validate_strings(value) if isinstance(value, str) else kind.validate_python(value)
         )
     except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise RequestError(problem, where=f"--set {text}") from error
+        first = error.errors()[0]
+        raise RequestError(
+            first["msg"].removeprefix("Value error, "),
+            where=f"--set {text}",
+            hint=nearest_literal(first),
+        ) from error

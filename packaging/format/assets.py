@@ -6,7 +6,6 @@ the system's table differs between machines, and media types are part of a packa
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainload.capture.job.definition import Asset, AssetLike
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.paths import write_bytes, write_copy
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.field_types import MediaType
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import copy_checked, new_file, new_folder
@@ -123,9 +123,8 @@ def media_type_of(name: str) -> str:
 def no_such_asset(manifest: Manifest, name: str) -> StorageError:
     """Return the error for an unknown asset, with a hint that lists the existing ones."""
     names = [asset.name for asset in assets_of(manifest)]
-    close = difflib.get_close_matches(name, names, n=3) or names[:8]
     hint = (
-        f"It has: {', '.join(close)}."
+        did_you_mean(name, names, f"It has: {', '.join(names[:8])}.")
         if names
         else "It has none: add assets with Job(assets={...}) or freeze --asset."
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import PackageError
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.manifest import Manifest
 
 SCALAR_TYPES = {
@@ -151,3 +152,13 @@ def _check_keys(document: Mapping[str, Any], names: list[str], where: str) -> No
             where=where,
             expected=", ".join(names),
         )
+
+
+def no_such_graph(name: str, known: Collection[str]) -> PackageError:
+    """Return the error for the name of a graph that the package does not have."""
+    return PackageError(
+        "the package has no such graph",
+        where=name,
+        expected=", ".join(known),
+        hint=did_you_mean(name, known),
+    )

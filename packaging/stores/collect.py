@@ -14,6 +14,7 @@ from trainload.core.errors import StorageError
 from trainload.core.records import now
 from trainload.core.storage.interface import NO_OPTIONS, StoredFile
 from trainload.core.storage.lease import HeldLease, LeaseRecord
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.stores.leases import GRACE, gc_lease, push_leases
 from trainload.packaging.stores.store import Store
 from trainload.packaging.stores.stored_builds import (
@@ -96,6 +97,7 @@ def gc(
             where=place.url,
             expected=", ".join(place.lines()) or "none",
             got=unknown[0],
+            hint=did_you_mean(unknown[0], place.lines()),
         )
     rule = (
         None

@@ -30,6 +30,7 @@ from trainload.core.errors import ConflictError, IntegrityError, StorageError
 from trainload.core.records import MAX_RECORD, Sealed, now
 from trainload.core.storage.interface import NO_OPTIONS
 from trainload.core.storage.open_files import open_files
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.stores.releases import (
@@ -144,6 +145,7 @@ class Store:
                 "there is no such line",
                 where=f"{self.url}, line {name}",
                 expected=f"one of {', '.join(self.lines()[:10]) or 'none'}",
+                hint=did_you_mean(name, self.lines()),
             )
         return name
 

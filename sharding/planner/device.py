@@ -1,5 +1,5 @@
 """Performance figures of devices and their links: files, some included in trainload, others written
-by `trainload profile`.
+by `trainload measure`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainload.core.errors import PlanError
+from trainload.core.suggestions import did_you_mean
 from trainload.sharding.plans.plan import DeviceKind
 
 FOLDER = Path(__file__).parent / "devices"
@@ -125,8 +126,9 @@ def read(name: str) -> DeviceProfile:
         raise PlanError(
             "there is no such device",
             where="device",
-            expected=f"one of {', '.join(names())}, or a file that `trainload profile` wrote",
+            expected=f"one of {', '.join(names())}, or a file that `trainload measure` wrote",
             got=name,
+            hint=did_you_mean(name, names()),
         )
     try:
         return DeviceProfile.model_validate(json.loads(path.read_text(encoding="utf-8")))
@@ -136,7 +138,7 @@ def read(name: str) -> DeviceProfile:
             where=str(path),
             expected="the format in docs/guides/planner.md",
             got=str(error).replace("\n", "; "),
-            hint="Create one with `trainload profile`.",
+            hint="Create one with `trainload measure`.",
         ) from error
 
 

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from trainload.autograd_trace.graphs import Port, Role, StepGraph
 from trainload.core.errors import PlanError
+from trainload.core.suggestions import did_you_mean
 from trainload.sharding.analysis.graph_nodes import ends
 from trainload.sharding.analysis.node_costs import elements, flops
 from trainload.sharding.plans.plan import Shard
@@ -132,6 +133,7 @@ def _match_rules(
                 "a rule of the tensor axis matches no parameter",
                 where=pattern,
                 expected=f"one of {', '.join(list(names)[:20])}",
+                hint=did_you_mean(pattern, names),
             )
         for name in fits:
             requested.setdefault(name, shard)

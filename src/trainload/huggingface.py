@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from trainload.capture.job.definition import AssetLike, Job, Loss, SchedulerFactory
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 
 IGNORED = -100
 """Value of labels that do not count."""
@@ -286,7 +287,9 @@ class _Settings:
                 where="args.optim",
                 expected=", ".join(makers),
                 got=name,
-                hint="Set one with dataclasses.replace(job, optimizer=...).",
+                hint=did_you_mean(
+                    name, makers, "Set one with dataclasses.replace(job, optimizer=...)."
+                ),
             )
 
         def make(model: nn.Module) -> torch.optim.Optimizer:

@@ -28,7 +28,8 @@ from trainload.capture.operators import (
 )
 from trainload.capture.program import Program
 from trainload.core.errors import JobError, PassError
-from trainload.core.user_code import load_module
+from trainload.core.suggestions import did_you_mean
+from trainload.core.user_code import functions_of, load_module
 
 aten = torch.ops.aten
 
@@ -156,11 +157,16 @@ def load_pass(spec: str) -> tuple[Pass, dict[str, Any]]:
             expected="module:function or file.py:function[,name=value...]",
         )
     try:
-        function = getattr(load_module(location), name, None)
+        module = load_module(location)
     except JobError as error:
         raise PassError(error.problem, where=error.where) from error
+    function = getattr(module, name, None)
     if not callable(function):
-        raise PassError(f"there is no function {name!r} in it", where=location)
+        raise PassError(
+            f"there is no function {name!r} in it",
+            where=location,
+            hint=did_you_mean(name, functions_of(module)),
+        )
     return function, {
         key: _option(value) for key, _, value in (option.partition("=") for option in options)
     }

@@ -17,6 +17,8 @@ from trainload.core.errors import PlanError, RunInterrupted
 from trainload.sharding.plans.plan import read_plan
 
 COMMANDS = (
+    "init",
+    "completion",
     "freeze",
     "inspect",
     "verify",
@@ -29,6 +31,7 @@ COMMANDS = (
     "export",
     "plan",
     "simulate",
+    "measure",
     "profile",
     "build",
     "launch",

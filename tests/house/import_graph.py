@@ -91,6 +91,7 @@ LAYERS = [
     "cli.view",
     "cli.commands",
     "cli.commands.observing",
+    "cli.commands.setup",
     "cli",
     "__main__",
 ]

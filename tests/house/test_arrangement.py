@@ -112,8 +112,12 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
             "plans/plan.html",
         )
     }
+    templates = {
+        f"trainload/cli/templates/{kind}.txt" for kind in ("module", "transformers", "trainer")
+    }
     others = {"py.typed", "__init__.pyi", "launching/described/gpu.c"}
-    assert held == {*stages, *face, *data, *page, *(f"trainload/{name}" for name in others)}
+    named = {f"trainload/{name}" for name in others}
+    assert held == {*stages, *face, *data, *page, *templates, *named}
 
 
 def test_a_folder_imports_only_folders_below_it() -> None:

@@ -43,7 +43,15 @@ from trainload.cli.commands import (
 from trainload.cli.commands.execution import run_group
 from trainload.cli.commands.observing import debugging, profiling, reporting
 from trainload.cli.commands.overview import Overview
-from trainload.cli.commands.shared import LocalPath, json_option, new_package_option
+from trainload.cli.commands.setup import measuring, starting
+from trainload.cli.commands.shared import (
+    HintedUsage,
+    LocalPath,
+    OneOf,
+    Place,
+    json_option,
+    new_package_option,
+)
 from trainload.cli.commands.shared import libraries as named_libraries
 from trainload.cli.commands.shared import out as _out
 from trainload.cli.commands.shared import print_json as _print_json
@@ -51,6 +59,7 @@ from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
 from trainload.core.logs import logs_on_stderr
 from trainload.core.redaction import redacted
+from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -84,19 +93,20 @@ def commands(
 def _log_level() -> int:
     value = os.environ.get(_LOG_VARIABLE) or "warning"
     if value not in _LOG_LEVELS:
-        raise click.UsageError(
+        raise HintedUsage(
             f"the environment variable {_LOG_VARIABLE} is {value!r}, expected one of"
-            f" {', '.join(_LOG_LEVELS)}."
+            f" {', '.join(_LOG_LEVELS)}.",
+            did_you_mean(value, _LOG_LEVELS),
         )
     return logging.getLevelNamesMapping()[value.upper()]
 
 
-@commands.command(short_help="Write a job's package.")
-@click.argument("spec")
+@click.command(short_help="Freeze a job.")
+@click.argument("spec", type=Place())
 @new_package_option
 @click.option(
     "--check",
-    type=click.Choice(["usual", "thorough"]),
+    type=OneOf(["usual", "thorough"]),
     default="usual",
     help="thorough: compare on more sizes and seeds.",
 )
@@ -106,8 +116,16 @@ def _log_level() -> int:
     "--apply-suggested-fixes", is_flag=True, help="Declare the sizes that torch suggests."
 )
 @click.option("--abstract", is_flag=True, help="Freeze shapes without weights, for planning.")
-@click.option("--reduced", metavar="SPEC", help="A smaller job to compare, with --abstract.")
-@click.option("--weights", "source", metavar="SOURCE", help="Weights of its launches: --abstract.")
+@click.option(
+    "--reduced", type=Place(), metavar="SPEC", help="A smaller job to compare, with --abstract."
+)
+@click.option(
+    "--weights",
+    "source",
+    type=Place(),
+    metavar="SOURCE",
+    help="Weights of its launches: --abstract.",
+)
 @click.option("--bundle-ops", is_flag=True, help="Put operator libraries into the package.")
 @click.option(
     "--wheel", "wheels", multiple=True, metavar="FILE", help="Bundle this wheel; may be repeated."
@@ -262,47 +280,56 @@ def _training_graphs(job: Job) -> list[str]:
     return [target.name for target in targets_of(job) if target.training]
 
 
-for _command in (
+# Rows of the help hold two commands, so groups of even size make the most of a screen of 24 lines.
+commands.add_group("Set up", starting.init, starting.completion, reporting.dashboard)
+commands.add_group(
+    "Freeze",
+    freeze,
     packages.inspect,
     packages.verify,
-    packages.sign,
-    packages.fill,
     compare.diff,
     show_graphs.show,
     show_graphs.ops,
     show_graphs.transform,
-    planning.plan,
-    planning.simulate,
-    profiling.profile,
-    builds.build,
+    packages.fill,
+)
+commands.add_group("Plan", planning.plan, planning.simulate, measuring.measure, builds.build)
+commands.add_group(
+    "Run",
     runs.launch,
-    runs.evaluate,
     runs.resume,
+    runs.evaluate,
+    watching.stop,
     list_settings.settings,
+    deploy.manifest,
+)
+commands.add_group(
+    "Observe",
     watching.status,
     watching.logs,
-    watching.stop,
     watching.runs,
-    debugging.debug,
     reporting.report,
-    reporting.dashboard,
-    deploy.manifest,
-    retrain.retrain,
-):
-    commands.add_command(_command)
-commands.add_command(exports.export)
-for _command in (
+    profiling.profile,
+    debugging.debug,
+)
+commands.add_group(
+    "Share",
     store_commands.push,
     store_commands.pull,
     store_commands.releases,
-    store_commands.promote,
+    exports.export,
+    packages.sign,
     store_commands.gc,
+)
+commands.add_group(
+    "Retrain",
+    retrain.retrain,
+    store_commands.promote,
     lines.rollback,
     lines.history,
     lines.lineage,
     lines.migrate,
-):
-    commands.add_command(_command)
+)
 
 
 def run(arguments: Sequence[str]) -> int:

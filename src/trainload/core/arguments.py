@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
@@ -11,8 +12,10 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import numpy
 from pydantic import BaseModel, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from trainload.core.errors import RequestError
+from trainload.core.suggestions import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +66,15 @@ def out_of_range(
         where=place,
         expected=" or ".join(dict.fromkeys(expected)),
         got=shown(first["input"]),
+        hint=nearest_literal(first),
     )
+
+
+def nearest_literal(error: ErrorDetails) -> str:
+    """Return the hint of one of pydantic's errors about a text that is none of the allowed ones."""
+    if error["type"] != "literal_error":
+        return ""
+    return did_you_mean(str(error["input"]), re.findall(r"'([^']*)'", error["msg"]))
 
 
 def shown(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -124,3 +125,12 @@ def _is_library(path: Path) -> bool:
     return any(
         Path(sysconfig.get_path(kind)) in path.parents for kind in ("stdlib", "purelib", "platlib")
     )
+
+
+def functions_of(module: ModuleType) -> list[str]:
+    """Return the names of the functions that a module defines itself."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]

@@ -35,6 +35,7 @@ from trainload.capture.source.quiet import ignore_torchs_warnings, quiet_torch
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.core.storage.places import path_here
+from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import VERSION
 from trainload.exporting.weights_folder import (
     check_folder,
@@ -144,7 +145,11 @@ def export(
     check_weights(package)
     if to not in get_args(Kind):
         raise PackageError(
-            "unknown export format", where="to", expected=", ".join(get_args(Kind)), got=repr(to)
+            "unknown export format",
+            where="to",
+            expected=", ".join(get_args(Kind)),
+            got=repr(to),
+            hint=did_you_mean(str(to), get_args(Kind)),
         )
     if to == "huggingface":
         graph_options = {"graph": graph, "variant": variant, "device": device}
@@ -190,7 +195,11 @@ def _graph_name(package: Package, graph: str | None, variant: str | None) -> str
     if variant and variant not in manifest.variants:
         variants = ", ".join(manifest.variants) or "only the first variant"
         raise PackageError(
-            "the graph has no such variant", where=base, expected=variants, got=variant
+            "the graph has no such variant",
+            where=base,
+            expected=variants,
+            got=variant,
+            hint=did_you_mean(variant, manifest.variants),
         )
     name = f"{base}-{variant}" if variant else base
     if name in usable:
@@ -200,7 +209,7 @@ def _graph_name(package: Package, graph: str | None, variant: str | None) -> str
             "a training graph cannot be exported", where=name, expected=", ".join(usable), got=name
         )
     hint = (
-        ""
+        did_you_mean(name, usable)
         if graph
         else (
             "Specify Job(predict=...) before the freeze, or choose another graph: --graph eval"

@@ -21,6 +21,7 @@ from trainload.capture.job.stored_tensors import has_equal_bits
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import PackageError
 from trainload.core.paths import write_bytes
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.assets import ASSETS, assets_of
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import copy_checked
@@ -94,7 +95,9 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
         raise PackageError(
             "the model has no module of this name with weights",
             where=part,
-            hint=f"Modules with weights: {', '.join(modules[:8]) or 'none'}.",
+            hint=did_you_mean(
+                part, modules, f"Modules with weights: {', '.join(modules[:8]) or 'none'}."
+            ),
         )
     return Contents(part, tuple(by_owner.values()), dict(sorted(aliases.items())))
 

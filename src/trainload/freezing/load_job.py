@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainload.core.errors import JobError, TrainloadError
+from trainload.core.suggestions import nearest
 from trainload.core.user_code import FORMS, describe, load_module, user_line
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def load_recorded_job(spec: str, *, values: bool) -> RecordedJob:
     module = load_module(location)
     if not hasattr(module, name):
         candidates = _candidates(module, Job)
-        close = difflib.get_close_matches(name, candidates, n=1)
+        close = nearest(name, candidates)
         hint = (
-            f"Did you mean {location}:{close[0]}?"
-            if close
+            f"Did you mean {location}:{close}?"
+            if close is not None
             else f"It has: {', '.join(candidates)}."
             if candidates
             else ""

@@ -11,6 +11,7 @@ import torch
 from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
 from trainload.core.errors import JobError
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.manifest_records import WeightSourceEntry
 
 
@@ -55,6 +56,7 @@ def names_in_sources(job: Job) -> dict[str, str]:
                 where="Job.weight_names",
                 expected="names of the model's state_dict()",
                 got=", ".join(unknown[:5]),
+                hint=did_you_mean(unknown[0], state),
             )
         names = {name: name for name in state} | dict(chosen or {})
     for name, there in names.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,9 @@ from torch.fx import Node
 
 from trainload.autograd_trace.derivation.decompose import spelled
 from trainload.core.errors import PackageError
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.source_map import SourceMap, modules_of, named_nodes
+from trainload.packaging.graphs.graph_signature import no_such_graph
 from trainload.packaging.package import Package
 
 
@@ -45,9 +46,7 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
     """
     captures = package.program().graphs
     if graph not in captures:
-        raise PackageError(
-            "the package has no such graph", where=graph, expected=", ".join(captures)
-        )
+        raise no_such_graph(graph, captures)
     sources = SourceMap(package.path)
     nodes = [
         (name, node)
@@ -57,11 +56,11 @@ def module_lines(package: Package, graph: str, module: str) -> tuple[Line, ...]:
     lines = [_line(name, node, sources, graph) for name, node in nodes if module in _modules(node)]
     if not lines:
         modules = sorted(set().union(*(_modules(node) for _, node in nodes)) - {""})
-        close = difflib.get_close_matches(module, modules, n=3) or modules[:8]
         raise PackageError(
             "the graph has no node of this module",
             where=module,
-            hint=f"Available modules: {', '.join(close)}.",
+            expected=", ".join(modules[:8]) + (", ..." if len(modules) > 8 else ""),
+            hint=did_you_mean(module, modules),
         )
     return tuple(lines)
 

@@ -20,6 +20,7 @@ from trainload.autograd_trace.derivation.decompose import (
 from trainload.capture.operators import calls_in, is_higher_order, is_overload
 from trainload.capture.program import Program
 from trainload.core.errors import PassError
+from trainload.core.suggestions import did_you_mean
 from trainload.packaging.derived import read_derived
 from trainload.packaging.graphs.torch_operators import running_schema
 from trainload.packaging.package import Package
@@ -145,6 +146,7 @@ def read_operator_file(path: Path) -> tuple[str, ...]:
             "unknown set of operators",
             where=str(path),
             expected="full, core, or a file of operator names",
+            hint=did_you_mean(str(path), ("full", "core")),
         )
     names: list[str] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

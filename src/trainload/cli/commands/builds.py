@@ -13,6 +13,7 @@ from trainload.cli.commands.packages import password_of
 from trainload.cli.commands.planning import changed_by, plan_file_option, settings_option
 from trainload.cli.commands.shared import (
     LocalPath,
+    Place,
     Transfer,
     any_package_argument,
     err,
@@ -54,7 +55,9 @@ _file = LocalPath()
     help="Threads of a worker. Default: as on this machine.",
 )
 @click.option("-o", "--output", type=_file, metavar="BUILD", help="Folder to write.")
-@click.option("--push", "store", metavar="STORE", help="Publish the build in a store.")
+@click.option(
+    "--push", "store", type=Place(), metavar="STORE", help="Publish the build in a store."
+)
 @click.option("--key", type=_file, metavar="FILE", help="Sign it with this private key, in PEM.")
 @json_option
 def build(

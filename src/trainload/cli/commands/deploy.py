@@ -16,7 +16,16 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.driving import drive, evict
 from trainload.cli.commands.planning import KINDS
 from trainload.cli.commands.runs import launch
-from trainload.cli.commands.shared import Command, CountOf, LocalPath, Span, json_option, write_text
+from trainload.cli.commands.shared import (
+    Command,
+    CountOf,
+    LocalPath,
+    OneOf,
+    Place,
+    Span,
+    json_option,
+    write_text,
+)
 from trainload.core.storage.places import is_url
 from trainload.launching.settings.parse import parse_settings
 
@@ -70,7 +79,7 @@ manifest.add_command(evict)
 
 
 @manifest.command(short_help="A RayJob or RayCluster.")
-@click.argument("package", metavar="[PKG]", required=False)
+@click.argument("package", metavar="[PKG]", type=Place(), required=False)
 @click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--data", metavar="PATH", help="Training data, as for launch.")
 @click.option(
@@ -95,7 +104,7 @@ manifest.add_command(evict)
 )
 @click.option(
     "--kind",
-    type=click.Choice(["RayJob", "RayCluster"]),
+    type=OneOf(["RayJob", "RayCluster"]),
     default="RayJob",
     help="Kind of resource. Default: RayJob.",
 )

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import click
+from click.exceptions import NoSuchCommand
 
-from trainload.cli.commands.shared import DONE, FAILED, WRONG, print_json
+from trainload.cli.commands.shared import DONE, FAILED, WRONG, HintedError, HintedUsage, print_json
 from trainload.core.errors import CaptureError, RequestError, TrainloadError, WeightsError
 from trainload.core.processes import termination_signals_ignored
 from trainload.core.redaction import redacted
+from trainload.core.suggestions import did_you_mean
 
 
 def _report(
@@ -40,6 +42,24 @@ def _report(
         has_lines = details.get("findings") or details.get("table")
         sys.stderr.write(f"trainload: {message if has_lines else ' '.join(message.split())}\n")
     return status
+
+
+def _hint_of(error: click.ClickException) -> str:
+    """Return the hint of an error about the command line: the most similar known name."""
+    if isinstance(error, HintedError | HintedUsage):
+        return error.hint
+    command = error.ctx.command if isinstance(error, click.UsageError) and error.ctx else None
+    if isinstance(error, click.NoSuchOption) and command is not None and error.ctx is not None:
+        known = [
+            name
+            for param in command.get_params(error.ctx)
+            if isinstance(param, click.Option)
+            for name in (*param.opts, *param.secondary_opts)
+        ]
+        return did_you_mean(error.option_name, known)
+    if isinstance(error, NoSuchCommand) and isinstance(command, click.Group):
+        return did_you_mean(error.command_name, command.commands)
+    return ""
 
 
 def run_group(group: click.Command, arguments: Sequence[str]) -> int:
@@ -88,7 +108,12 @@ def _run(group: click.Command, arguments: Sequence[str], until_end: ExitStack) -
         sys.stderr.write(error.format_message() + "\n")
         return WRONG
     except click.ClickException as error:
-        return _report(arguments, "UsageError", error.format_message(), WRONG)
+        hint = _hint_of(error)
+        # click appends suggestions of its own to these two
+        suggests = isinstance(error, click.NoSuchOption | NoSuchCommand)
+        problem = error.message if suggests else error.format_message()
+        message = f"{problem.rstrip('.')}. {hint}" if hint else problem
+        return _report(arguments, "UsageError", message, WRONG, hint=hint)
     except click.Abort:
         return _report(arguments, "Interrupted", "interrupted", FAILED)
     return status if isinstance(status, int) else DONE

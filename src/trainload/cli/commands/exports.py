@@ -12,6 +12,7 @@ import click
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     LocalPath,
+    OneOf,
     any_package_argument,
     json_option,
     located,
@@ -23,9 +24,9 @@ from trainload.cli.view import tables as view
 _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 
 
-@click.command(short_help="Write it for plain torch.")
+@click.command(short_help="Export to plain torch.")
 @any_package_argument
-@click.option("--to", required=True, type=click.Choice(list(_SUFFIXES)), help="Format to write.")
+@click.option("--to", required=True, type=OneOf(list(_SUFFIXES)), help="Format to write.")
 @click.option(
     "-o",
     "--output",
@@ -35,9 +36,7 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 )
 @click.option("--graph", metavar="NAME", help="Graph to export. Default: predict.")
 @click.option("--variant", metavar="NAME", help="Variant of the graph. Default: the first.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Device of the graph. Default: cpu."
-)
+@click.option("--device", type=OneOf(["cpu", "cuda"]), help="Device of the graph. Default: cpu.")
 @click.option("--part", metavar="MODULE", help="Module to export weights of (huggingface).")
 @click.option("--check/--no-check", default=True, help="Load the result and compare it with PKG.")
 @json_option

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.shared import LocalPath, json_option, out, print_json
+from trainload.cli.commands.shared import LocalPath, Place, json_option, out, print_json
 from trainload.cli.commands.store_commands import line_option, store_argument
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
@@ -126,8 +126,8 @@ def _history_rows(story: LineStory) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["time"] or "", row["tick"] or ""))
 
 
-@click.command(short_help="Show a release's ancestors.")
-@click.argument("release", metavar="STORE[#LINE[/N]]")
+@click.command(short_help="Show its ancestors.")
+@click.argument("release", metavar="STORE[#LINE[/N]]", type=Place())
 @json_option
 def lineage(release: str, as_json: bool) -> None:
     """Show the lineage of a release, back to the first freeze: parents, data, plan, metrics,
@@ -203,8 +203,8 @@ def _format_number(value: float | None) -> str:
     return "no number" if value is None else f"{value:.6g}"
 
 
-@click.command(short_help="Move weights to new code.")
-@click.argument("package", metavar="NEW")
+@click.command(short_help="Fit weights to new code.")
+@click.argument("package", metavar="NEW", type=Place())
 @click.option(
     "--from",
     "source",
@@ -228,7 +228,7 @@ def _format_number(value: float | None) -> str:
 )
 @click.option("--overlap", is_flag=True, help="Copy the overlap of different shapes.")
 @click.option("--strict", is_flag=True, help="Fail unless everything is carried over.")
-@click.option("--store", metavar="STORE", help="Publish to this store; with --line.")
+@click.option("--store", type=Place(), metavar="STORE", help="Publish to this store; with --line.")
 @click.option("--line", metavar="NAME", help="Name of the new line.")
 @json_option
 def migrate(

@@ -8,7 +8,7 @@ from trainload.cli.commands.shared import json_option, out, print_json
 from trainload.cli.view.column_table import Columns
 
 
-@click.command(short_help="List what --set takes.")
+@click.command(short_help="List all settings.")
 @json_option
 def settings(as_json: bool) -> None:
     """List the settings that `launch`, `resume`, `evaluate` and `plan` take as --set KEY=VALUE.

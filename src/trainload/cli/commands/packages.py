@@ -16,6 +16,7 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     FAILED,
     LocalPath,
+    Place,
     any_package_argument,
     err,
     json_option,
@@ -201,7 +202,7 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
         raise click.exceptions.Exit(FAILED)
 
 
-@click.command(short_help="Sign a package or build.")
+@click.command(short_help="Sign a package.")
 @package_argument
 @click.option("--key", type=_pem, required=True, metavar="FILE", help="Private key, in PEM.")
 @click.option("--name", metavar="NAME", help="Name of the signature. Default: fingerprint.")
@@ -442,6 +443,7 @@ def _format_turn(turn: TurnRecipe) -> str:
 @click.option(
     "--weights",
     "source",
+    type=Place(),
     metavar="SOURCE",
     help="Source of the weights.  [default: the package's own source]",
 )

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from trainload.cli.commands import shared
+from trainload.cli.commands.overview import DenseCommand
 from trainload.cli.commands.page_files import check_libraries, check_page_path, write_page
 from trainload.cli.commands.shared import (
     CountOf,
     LocalPath,
     NamedCount,
+    OneOf,
+    Setting,
     any_package_argument,
     err,
+    items,
     json_option,
     located,
     out,
@@ -39,7 +44,7 @@ from trainload.sharding.plans.strategies import (
 
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
-    from trainload.sharding.plans.plan import DeviceKind, Pipeline, Plan
+    from trainload.sharding.plans.plan import Pipeline, Plan
     from trainload.sharding.plans.strategies import BatchNorm, Divide, Recompute, Schedule, Strategy
 
 KINDS = ("cpu", "cuda")
@@ -47,6 +52,7 @@ settings_option = click.option(
     "--set",
     "settings",
     multiple=True,
+    type=Setting(),
     metavar="KEY=VALUE",
     help="Setting of the launch: trainload settings.",
 )
@@ -60,7 +66,16 @@ plan_file_option = click.option(
 )
 
 
-@click.command(short_help="Plan for a cluster.")
+def complete_device(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """Return the kinds of devices, and the names of the profiles that come with trainload."""
+    from trainload.sharding.planner.device import names
+
+    return items([*KINDS, *names()], incomplete)
+
+
+@click.command(short_help="Plan for a cluster.", cls=DenseCommand)
 @any_package_argument
 @click.option("--nodes", type=positive, metavar="N", default=1, help="Number of nodes. Default: 1.")
 @click.option(
@@ -71,7 +86,11 @@ plan_file_option = click.option(
     help="Devices per node. Default: 1.",
 )
 @click.option(
-    "--device", metavar="D", default="cpu", help="cpu, cuda, or a profile: h100, FILE, ..."
+    "--device",
+    metavar="D",
+    shell_complete=complete_device,
+    default="cpu",
+    help="cpu, cuda, or a profile: h100, FILE, ...",
 )
 @click.option(
     "--strategy",
@@ -101,7 +120,7 @@ plan_file_option = click.option(
 )
 @click.option(
     "--recompute",
-    type=click.Choice(RECOMPUTES),
+    type=OneOf(RECOMPUTES),
     metavar="R",
     help=f"One of {', '.join(RECOMPUTES)}. Default: job.",
 )
@@ -119,11 +138,10 @@ plan_file_option = click.option(
 )
 @click.option(
     "--batch-norm",
-    type=click.Choice(BATCH_NORMS),
+    type=OneOf(BATCH_NORMS),
     default="averaged",
     metavar="S",
-    hidden=True,  # the help of the others fills a screen; docs/reference/plans.md has it
-    help=f"One of {', '.join(BATCH_NORMS)}.",
+    help=f"{', '.join(BATCH_NORMS)}. Default: averaged.",
 )
 @click.option(
     "--global-batch", type=positive, metavar="N", help="Rows per update. Default: the job's."
@@ -135,14 +153,12 @@ plan_file_option = click.option(
     "--bucket-mib",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
-    hidden=True,  # as above
     help="Size of parameter buckets. Default: 25.",
 )
 @click.option(
     "--prefetch",
     type=click.IntRange(min=0),
     metavar="N",
-    hidden=True,
     help="Buckets gathered ahead. Default: 1.",
 )
 @settings_option
@@ -385,6 +401,7 @@ def _parse_rule(text: str) -> tuple[str, Any]:
     "--set",
     "settings",
     multiple=True,
+    type=Setting(),
     metavar="KEY=VALUE",
     help="Setting that the plan was made with.",
 )
@@ -431,55 +448,6 @@ def simulate(package: Path, plan_file: Path, settings: tuple[str, ...], as_json:
         )
     rows += [("differences", "none"), ("time", f"{took:.1f} s")]
     out().print(view.table(rows))
-
-
-def measure_machine(
-    output: Path, device: DeviceKind, workers: int, name: str | None, *, as_json: bool
-) -> None:
-    """Measure the speed of this machine's devices and links, and write a profile for the planner.
-
-    Args:
-        output: path of the new file.
-        device: kind of device.
-        workers: number of processes that measure links.
-        name: name of the device; None for the file's.
-        as_json: print the profile as JSON.
-    """
-    if output.exists():
-        raise StorageError(
-            "it exists already", where=str(output), hint="Choose another path, or remove it."
-        )
-    from trainload.launching.node.measure import measure
-
-    measured = measure(
-        device,
-        name or output.stem,
-        workers,
-        lambda subject: err().print(f"measuring {subject}", highlight=False),
-    )
-    write_text(output, measured.model_dump_json(indent=2) + "\n")
-    if as_json:
-        print_json(measured)
-        return
-    link = measured.node
-    rates = ", ".join(f"{dtype} {rate / 1e9:.4g}" for dtype, rate in measured.flops.items())
-    out().print(
-        view.table(
-            [
-                ("products", f"{rates} GFLOP/s; attention {measured.attention:.0%} of it"),
-                (
-                    "memory",
-                    (
-                        f"{measured.memory_bytes / 2**30:.1f} GiB,"
-                        f" {measured.memory_bytes_per_second / 1e9:.4g} GB/s"
-                    ),
-                ),
-                ("kernel", f"{measured.kernel_seconds * 1e6:.3g} us"),
-                ("links", f"{link.bytes_per_second / 1e9:.4g} GB/s, {link.seconds * 1e6:.3g} us"),
-                ("figures", str(output)),
-            ]
-        )
-    )
 
 
 # The planner

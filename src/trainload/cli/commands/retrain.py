@@ -19,6 +19,8 @@ from trainload.cli.commands.shared import (
     DONE,
     FAILED,
     LocalPath,
+    OneOf,
+    Place,
     err,
     json_option,
     out,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 NOW = "now"
 config_argument = click.argument("file", metavar="FILE", type=LocalPath())
-config_or_url_argument = click.argument("file", metavar="FILE")
+config_or_url_argument = click.argument("file", metavar="FILE", type=Place())
 
 
 @click.group(short_help="Retrain on new data.")
@@ -214,7 +216,7 @@ def run(
 
 
 @retrain.command(short_help="Write what calls ticks.")
-@click.argument("kind", type=click.Choice(["cronjob", "raycronjob", "systemd"]), metavar="KIND")
+@click.argument("kind", type=OneOf(["cronjob", "raycronjob", "systemd"]), metavar="KIND")
 @config_or_url_argument
 @click.option("--image", metavar="IMAGE", help="Container image with trainload and Ray.")
 @click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for FILE, store, runs and data.")

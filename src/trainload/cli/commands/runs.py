@@ -16,25 +16,31 @@ import click
 from trainload.cli.commands import shared
 from trainload.cli.commands.execution import hold_until_end
 from trainload.cli.commands.keeping import kept_run, stop_with_parent
-from trainload.cli.commands.overview import given_arguments
+from trainload.cli.commands.overview import DenseCommand, given_arguments
 from trainload.cli.commands.planning import KINDS, make_plan
 from trainload.cli.commands.run_handover import detach_run, keep_run
 from trainload.cli.commands.shared import (
     DONE,
     Command,
     CountOf,
+    HintedUsage,
     LocalPath,
+    OneOf,
+    Place,
     RunPlace,
     Span,
+    data_option,
     driven_run_argument,
     err,
     json_option,
     positive,
+    set_option,
     show_record,
 )
 from trainload.cli.view import run_progress as run_view
 from trainload.core.errors import RunInterrupted, StorageError
 from trainload.core.processes import interrupted_by_signals
+from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import check_supported_torch
 from trainload.launching.run.run_directory import (
     RUN_FILE,
@@ -58,7 +64,7 @@ if TYPE_CHECKING:
 
 def backend_option(command: Command) -> Command:
     """Add --backend."""
-    choices = click.Choice(["ray", "local", "torchrun"])
+    choices = OneOf(["ray", "local", "torchrun"])
     return click.option(
         "--backend", type=choices, default="ray", show_default=True, help="Execution backend."
     )(command)
@@ -68,7 +74,7 @@ def strategy_option(command: Command) -> Command:
     """Add --strategy."""
     return click.option(
         "--strategy",
-        type=click.Choice(STRATEGIES),
+        type=OneOf(STRATEGIES),
         metavar="S",
         help="single, zero0 to zero3, or hybrid.",
     )(command)
@@ -94,11 +100,12 @@ def weights_options(command: Command) -> Command:
     weights_option = click.option(
         "--weights",
         "weights_from",
+        type=Place(),
         metavar="SOURCE",
         help="Weights to begin from.",
     )
     partial_option = click.option(
-        "--partial-weights", is_flag=True, hidden=True, help="They may lack tensors or have others."
+        "--partial-weights", is_flag=True, help="They may lack tensors or have others."
     )
     return weights_option(partial_option(command))
 
@@ -113,9 +120,9 @@ def setting_option(name: str) -> Callable[[Command], Command]:
     return click.option(info_of(field).option, name, type=positive, metavar="N", help=f"{text}.")
 
 
-@click.command(short_help="Train a package.")
-@click.argument("package", metavar="PKG")
-@click.option("--data", required=True, metavar="DATA", help="Training data: files or a URL.")
+@click.command(short_help="Train a package.", cls=DenseCommand)
+@click.argument("package", metavar="PKG", type=Place())
+@data_option
 @plan_options
 @click.option("--nodes", type=Span(), metavar="N or A:B", help="Nodes, or an elastic range.")
 @setting_option("steps")
@@ -125,21 +132,15 @@ def setting_option(name: str) -> Callable[[Command], Command]:
     metavar="DIR",
     help="Folder or URL of the run. Default: in runs/.",
 )
-@click.option("--eval-data", metavar="DATA", help="Held-out data: path or URL.")
+@click.option("--eval-data", type=Place(), metavar="DATA", help="Held-out data: path or URL.")
 @setting_option("eval_every")
 @setting_option("checkpoint_every")
 @weights_options
 @click.option("--output", metavar="PKG", help="Path or URL of the trained package.")
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
-@click.option("--no-compile", is_flag=True, hidden=True, help="Run the graphs without Inductor.")
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Setting: see `trainload settings`.",
-)
+@click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
+@set_option("Setting: see `trainload settings`.")
 @click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
 @click.option("--dry-run", is_flag=True, help="Check everything and try one step.")
 @json_option
@@ -261,8 +262,8 @@ def launch(
 
 
 @click.command(short_help="Evaluate a package.")
-@click.argument("package", metavar="PKG")
-@click.option("--data", required=True, metavar="DATA", help="Training data: files or a URL.")
+@click.argument("package", metavar="PKG", type=Place())
+@data_option
 @plan_options
 @click.option("--nodes", type=positive, metavar="N", help="Number of nodes. Default: 1.")
 @click.option(
@@ -280,20 +281,14 @@ def launch(
 )
 @click.option(
     "--backend",
-    type=click.Choice(["ray", "local"]),
+    type=OneOf(["ray", "local"]),
     default="ray",
     show_default=True,
     help="Execution backend.",
 )
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
 @click.option("--no-compile", is_flag=True, help="Run the graphs without Inductor.")
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Setting, such as precision=bf16.",
-)
+@set_option("Setting, such as precision=bf16.")
 @weights_options
 @json_option
 def evaluate(
@@ -406,10 +401,9 @@ def _of_an_evaluation(chosen: GivenSettings) -> dict[str, Any]:
         None,
     )
     if wrong is not None:
-        there = ", ".join(sorted({*known, *BatchSettings.model_fields}))
-        raise click.UsageError(
-            f"--set {wrong}: an evaluation has no such setting; available: {there}."
-        )
+        names = sorted({*known, *BatchSettings.model_fields})
+        problem = f"an evaluation has no such setting; available: {', '.join(names)}."
+        raise HintedUsage(f"--set {wrong}: {problem}", did_you_mean(wrong, names))
     return dict(chosen.run)
 
 
@@ -477,13 +471,7 @@ def _check_one_plan(
 )
 @backend_option
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (host:port). Default: local.")
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a setting: see `trainload settings`.",
-)
+@set_option("Change a setting: see `trainload settings`.")
 @click.option("--detach", is_flag=True, help="Submit as a job of the cluster.")
 @json_option
 def resume(

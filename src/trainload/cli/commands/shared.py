@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import click
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,6 +27,7 @@ from trainload.cli.view import tables as view
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.formatting import size
 from trainload.core.storage.places import is_url, local_path, path_here
+from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -37,6 +39,52 @@ DONE, FAILED, WRONG = 0, 1, 2
 _PLAIN_SECONDS = 5.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def items(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
+    """Return the names that begin with what was typed, for a shell."""
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+class Setting(click.ParamType[str]):
+    """KEY=VALUE of a setting, whose keys and choices shells complete."""
+
+    name = "setting"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Return the settings' names with "=", or a setting with each of its choices."""
+        from trainload.launching.settings.parse import KEYS
+
+        key, equals, _ = incomplete.partition("=")
+        if not equals:
+            return items([f"{name}=" for name, each in KEYS.items() if not each.info.option], key)
+        annotation = KEYS[key].field_info.annotation if key in KEYS else None
+        return items([f"{key}={choice}" for choice in literals(annotation)], incomplete)
+
+
+def literals(annotation: Any) -> list[str]:
+    """Return the texts that a type allows, if it allows only some."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return [part for part in parts if isinstance(part, str)]
+    return [text for part in parts for text in literals(part)]
+
+
+class Place(click.ParamType[str]):
+    """A path, or a name in a store or registry, a URL or a reference, kept as the text that it is.
+
+    Shells complete it as a path.
+    """
+
+    name = "place"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Let the shell complete paths."""
+        return [CompletionItem(incomplete, type="file")]
 
 
 class LocalPath(click.Path):
@@ -53,7 +101,7 @@ class LocalPath(click.Path):
 
 
 package_argument = click.argument("package", metavar="PKG", type=LocalPath())
-any_package_argument = click.argument("package", metavar="PKG")
+any_package_argument = click.argument("package", metavar="PKG", type=Place())
 """A folder, or the name of a package in a store or registry, for `located`."""
 new_package_option = click.option(
     "-o",
@@ -84,6 +132,8 @@ class RunPlace(click.ParamType[Path]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Parse the value of the option."""
+        if ctx is not None and ctx.resilient_parsing:  # a shell completes what follows
+            return Path(value)
         from trainload.launching.run.working_copy import place_to_read, working_copy
 
         place = place_to_read(value) if self._reads else value
@@ -92,9 +142,46 @@ class RunPlace(click.ParamType[Path]):
         assert ctx is not None, "it is the command's"
         return ctx.with_resource(working_copy(place))
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Let the shell complete folders."""
+        return [CompletionItem(incomplete, type="dir")]
+
 
 run_argument = click.argument("run_dir", metavar="RUN_DIR", type=RunPlace(reads=True))
 driven_run_argument = click.argument("run_dir", metavar="RUN_DIR", type=RunPlace())
+
+
+class HintedUsage(click.UsageError):
+    """A wrong combination of arguments, and a hint that says how to fix it."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class HintedError(click.BadParameter):
+    """A value of an option or argument is wrong, and a hint says how to fix it."""
+
+    def __init__(self, message: str, hint: str, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.hint = hint
+
+
+class OneOf(click.Choice[str]):
+    """One of several names; an error about another one suggests the most similar."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(tuple(names))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Parse the value of the option."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            hint = did_you_mean(str(value), self.choices)
+            raise HintedError(error.message, hint, ctx=ctx, param=param) from None
 
 
 class NamedCount(click.ParamType[tuple[str, int | None]]):
@@ -115,12 +202,19 @@ class NamedCount(click.ParamType[tuple[str, int | None]]):
         if name not in self._names or (
             slash and not (count.isdecimal() and 0 < int(count) <= 2**31)
         ):
-            self.fail(
+            raise HintedError(
                 f"{value!r} is not one of {', '.join(self._names)}, optionally followed by /N",
-                param,
-                ctx,
+                "" if name in self._names else did_you_mean(name, self._names),
+                ctx=ctx,
+                param=param,
             )
         return name, int(count) if slash else None
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Return the names."""
+        return items(self._names, incomplete)
 
 
 class CountOf(click.ParamType[tuple[int, str]]):
@@ -141,13 +235,21 @@ class CountOf(click.ParamType[tuple[int, str]]):
         if not (count.isdecimal() and 0 < int(count) <= 2**31) or (
             slash and name not in self._names
         ):
-            self.fail(
+            raise HintedError(
                 f"{value!r} is not a positive integer, optionally followed by"
                 f" /{', /'.join(self._names)}",
-                param,
-                ctx,
+                "" if name in self._names else did_you_mean(name, self._names),
+                ctx=ctx,
+                param=param,
             )
         return int(count), name if slash else self._names[0]
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Return N/NAME for each name, after a number has been typed."""
+        count, _, _ = incomplete.partition("/")
+        return items([f"{count}/{name}" for name in self._names] if count else [], incomplete)
 
 
 class Span(click.ParamType[tuple[int, int]]):
@@ -169,6 +271,23 @@ class Span(click.ParamType[tuple[int, int]]):
         ):
             self.fail(f"{value!r} is not a positive integer or a range A:B", param, ctx)
         return int(least), int(most or least)
+
+
+data_option = click.option(
+    "--data", required=True, type=Place(), metavar="DATA", help="Training data (docs/data.md)."
+)
+
+
+def set_option(description: str) -> Callable[[Command], Command]:
+    """Add --set, with this help."""
+    return click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        type=Setting(),
+        metavar="KEY=VALUE",
+        help=description,
+    )
 
 
 class Transfer:

@@ -15,6 +15,7 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     FAILED,
     LocalPath,
+    OneOf,
     err,
     json_option,
     new_package_option,
@@ -38,7 +39,7 @@ allow_option = click.option(
 )
 
 
-@click.command(short_help="Show a module's graph.")
+@click.command(short_help="Show module graphs.")
 @package_argument
 @click.option(
     "--module", default="", metavar="PATH", help="Module, such as layers.3. Default: all."
@@ -68,7 +69,7 @@ def show(package: Path, module: str, graph: str | None, as_json: bool) -> None:
     out().print(table)
 
 
-@click.command(short_help="Apply passes to graphs.")
+@click.command(short_help="Apply graph passes.")
 @package_argument
 @click.option(
     "--pass",
@@ -123,7 +124,7 @@ def transform(
     out().print(view.table([("package", str(output)), ("digest", child.digest)]))
 
 
-@click.command(short_help="List or choose operators.")
+@click.command(short_help="List its operators.")
 @package_argument
 @click.option(
     "--set", "operator_set", metavar="full|core|FILE", help="Operator set to decompose to."
@@ -352,9 +353,7 @@ def _ask_user(work: Transformation, allow_change: bool) -> list[Applied]:
         name = min(into, key=lambda one: (-counts[one], one))
         asked.add(name)
         click.echo(f"{name}, {counts[name]} calls, becomes {', '.join(into[name])}", err=True)
-        answer = click.prompt(
-            "decompose it?", type=click.Choice(["y", "n", "q"]), default="n", err=True
-        )
+        answer = click.prompt("decompose it?", type=OneOf(["y", "n", "q"]), default="n", err=True)
         if answer == "q":
             return accepted
         if answer == "n":

@@ -9,6 +9,7 @@ import click
 
 from trainload.cli.commands.shared import (
     LocalPath,
+    Place,
     Transfer,
     json_option,
     new_package_option,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 line_option = click.option("--line", metavar="NAME", help="Line. Default: the store's only one.")
-store_argument = click.argument("store", metavar="STORE")
+store_argument = click.argument("store", metavar="STORE", type=Place())
 
 
 @click.command(short_help="Publish a package.")
@@ -176,7 +177,7 @@ def pull(
     out().print(view.table(rows))
 
 
-@click.command(short_help="List a store's releases.")
+@click.command(short_help="List releases.")
 @store_argument
 @click.option("--line", metavar="NAME", help="Only this line.")
 @json_option

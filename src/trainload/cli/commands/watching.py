@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainload.cli.commands.shared import err, json_option, out, positive, print_json, run_argument
+from trainload.cli.commands.shared import (
+    Place,
+    err,
+    json_option,
+    out,
+    positive,
+    print_json,
+    run_argument,
+)
 from trainload.cli.view import run_progress as run_view
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
@@ -47,7 +55,7 @@ def status(run_dir: Path, follow: bool, as_json: bool) -> None:
 
 
 @click.command(short_help="List runs.")
-@click.argument("folder", metavar="[FOLDER]", default="runs")
+@click.argument("folder", metavar="[FOLDER]", type=Place(), default="runs")
 @json_option
 def runs(folder: str, as_json: bool) -> None:
     """List the runs in FOLDER, or below a URL (default: runs/), the latest first."""

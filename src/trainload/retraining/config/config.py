@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,7 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from trainload.core.arguments import nearest_literal
 from trainload.core.errors import RequestError
+from trainload.core.suggestions import did_you_mean
 from trainload.launching.settings.describe import settings_schema
 from trainload.packaging.stores.releases import Line
 from trainload.sharding.plans.strategies import Strategy
@@ -439,11 +440,8 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
     at = f"{where}, {key}" if key else where
     if first["type"] == "extra_forbidden":
         keys = _keys(place[:-1])
-        close = difflib.get_close_matches(place[-1], keys, n=1)
-        hint = (
-            f"Did you mean {close[0]}?"
-            if close
-            else "`trainload retrain init` writes a file with all keys."
+        hint = did_you_mean(
+            place[-1], keys, "`trainload retrain init` writes a file with all keys."
         )
         return RequestError(
             "unknown key", where=at, expected=f"one of {', '.join(keys)}", got=place[-1], hint=hint
@@ -460,6 +458,7 @@ def _refusal(first: Any, place: Sequence[str], where: str) -> RequestError:
         where=at,
         expected=allowed,
         got=_format_value(first["input"])[:200],
+        hint=nearest_literal(first),
     )
 
 

@@ -16,7 +16,6 @@ hold.
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 
 from trainload.core.canonical_json import nesting
 from trainload.core.errors import RequestError
+from trainload.core.suggestions import did_you_mean
 
 MAX_LENGTH = 2000
 _MAX_DEPTH = 50
@@ -100,14 +100,12 @@ class Expression:
     def check(self, allowed: Collection[str]) -> None:
         """Raise RequestError, with the most similar known name, if a name is unknown."""
         for name in sorted(self.names - set(allowed)):
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"Did you mean {close[0]}?" if close else ""
             raise RequestError(
                 "there is no such metric",
                 where=self._where,
                 expected=f"one of {', '.join(sorted(allowed))}",
                 got=name,
-                hint=hint,
+                hint=did_you_mean(name, allowed),
             )
 
     def evaluate(self, values: Mapping[str, float]) -> tuple[bool | None, tuple[Comparison, ...]]:

@@ -18,6 +18,7 @@ from trainload.capture.program import InputSpec
 from trainload.core.atomic import replace_file
 from trainload.core.canonical_json import canonical_json, sha256_bytes
 from trainload.core.errors import DataError, MissingDataError
+from trainload.core.suggestions import did_you_mean
 from trainload.launching.data.columns import FileSchema, Sizes, check_file
 from trainload.launching.data.data_files import DataFile, find_files, list_files
 from trainload.launching.data.dataset import READERS
@@ -289,6 +290,7 @@ class _Inspection:
                 f"the data has no column {lacking[0]!r}",
                 where=schema.name,
                 got=", ".join(sorted(schema.columns)),
+                hint=did_you_mean(lacking[0], schema.columns),
             )
         inputs = {
             name: column for name, column in schema.columns.items() if name not in self._extra

@@ -10,6 +10,7 @@ import click
 from trainload.cli.commands.observing.departures_view import named, show_against
 from trainload.cli.commands.shared import (
     LocalPath,
+    Place,
     err,
     json_option,
     open_to_run,
@@ -32,9 +33,9 @@ _ALONE = 0.99
 
 
 @click.command(short_help="Find a step's first NaN.")
-@click.argument("place", metavar="RUN_DIR or PKG")
+@click.argument("place", metavar="RUN_DIR or PKG", type=Place())
 @click.option("--step", type=positive, metavar="N", help="Number of the step, from 1.")
-@click.option("--data", metavar="DATA", help="Rows for a package.")
+@click.option("--data", type=Place(), metavar="DATA", help="Rows for a package.")
 @click.option(
     "--above",
     type=click.FloatRange(min=0, min_open=True),

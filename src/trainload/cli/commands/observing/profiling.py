@@ -1,4 +1,4 @@
-"""The command that profiles a running job, or measures this machine."""
+"""The command that profiles a running job."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainload.cli.commands.planning import KINDS, measure_machine
 from trainload.cli.commands.shared import (
-    LocalPath,
-    RunPlace,
+    HintedUsage,
     err,
     json_option,
     out,
     positive,
     print_json,
+    run_argument,
 )
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
@@ -30,17 +29,33 @@ if TYPE_CHECKING:
         LineTime,
         RankProfile,
     )
-    from trainload.sharding.plans.plan import DeviceKind
 
 _MOST_ROWS = 12
 """Maximum number of rows of a table; the files have all."""
+_OF_MACHINE = ("-o", "--output", "--device", "--workers", "--name")
+"""Options of `measure`."""
 _NO_MODULE = "the model or the loss"
-_OF_MACHINE = ("output", "device", "workers", "name")
-_OF_RUN = ("steps", "ranks", "trace_only", "wait")
 
 
-@click.command(short_help="Profile a running job.")
-@click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=RunPlace(reads=True))
+class _OfRun(click.Command):
+    """A command whose errors mention `measure`, since it is easily taken for that."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except (click.MissingParameter, click.NoSuchOption) as error:
+            if isinstance(error, click.NoSuchOption) and error.option_name not in _OF_MACHINE:
+                raise
+            hint = "To measure this machine for `trainload plan`: trainload measure -o FILE"
+            raise HintedUsage(
+                error.message if isinstance(error, click.NoSuchOption) else error.format_message(),
+                hint,
+            ) from None
+
+
+@click.command(short_help="Profile a run.", cls=_OfRun)
+@run_argument
 @click.option(
     "--steps", type=positive, default=3, metavar="N", show_default=True, help="Number of steps."
 )
@@ -54,71 +69,8 @@ _OF_RUN = ("steps", "ranks", "trace_only", "wait")
 )
 @click.option("--trace-only", is_flag=True, help="No pass of the interpreted graphs.")
 @click.option("--wait/--no-wait", default=True, help="Wait for the result.  [default: wait]")
-@click.option(
-    "-o",
-    "--output",
-    type=LocalPath(),
-    metavar="FILE",
-    help="File for the machine's profile.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(KINDS),
-    default="cpu",
-    show_default=True,
-    help="The machine's devices.",
-)
-@click.option(
-    "--workers",
-    type=positive,
-    metavar="N",
-    default=2,
-    show_default=True,
-    help="Processes that measure its links.",
-)
-@click.option("--name", metavar="NAME", help="Name of its device. Default: FILE's.")
 @json_option
-@click.pass_context
 def profile(
-    context: click.Context,
-    run_dir: Path | None,
-    steps: int,
-    ranks: tuple[int, ...],
-    trace_only: bool,
-    wait: bool,
-    output: Path | None,
-    device: DeviceKind,
-    workers: int,
-    name: str | None,
-    as_json: bool,
-) -> None:
-    """Profile the next steps of a running job: a trace for Perfetto, and tables of time by line and
-    memory by kind, from a pass of the interpreted graphs. Results do not change.
-
-    Without RUN_DIR, measure this machine for `plan --device FILE`. Takes a minute; nothing else
-    should run at the same time.
-
-    Exit status: 2 if the run is not running, 1 if it ends before the profile does.
-    """
-    _check_options(context, of_run=run_dir is not None)
-    if run_dir is None:
-        if output is None:
-            raise click.UsageError("Pass RUN_DIR, or -o FILE to measure this machine.")
-        measure_machine(output, device, workers, name, as_json=as_json)
-    else:
-        _profile_run(run_dir, steps, ranks or (0,), trace_only, wait, as_json)
-
-
-def _check_options(context: click.Context, *, of_run: bool) -> None:
-    """Raise UsageError if an option of the other use of the command is passed."""
-    for name in _OF_MACHINE if of_run else _OF_RUN:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            option = "rank" if name == "ranks" else name.replace("_", "-")
-            with_or_without = "with" if of_run else "without"
-            raise click.UsageError(f"--{option} cannot be used {with_or_without} RUN_DIR.")
-
-
-def _profile_run(
     run_dir: Path,
     steps: int,
     ranks: tuple[int, ...],
@@ -126,12 +78,19 @@ def _profile_run(
     wait: bool,
     as_json: bool,
 ) -> None:
+    """Profile the next steps of a running job: a trace for Perfetto, and tables of time by line and
+    memory by kind, from a pass of the interpreted graphs. Results do not change.
+
+    Exit status: 2 if the run is not running, 1 if it ends before the profile does.
+    """
     from trainload.launching.api.profile_run import request_profile
     from trainload.launching.run.working_copy import RunFiles
 
     files = RunFiles(run_dir)
     files.update()
-    requested = request_profile(files, steps, tuple(dict.fromkeys(ranks)), trace_only=trace_only)
+    requested = request_profile(
+        files, steps, tuple(dict.fromkeys(ranks)) or (0,), trace_only=trace_only
+    )
     if not wait:
         if as_json:
             print_json({"run": place_name(run_dir), "id": requested.request.id})

@@ -11,6 +11,7 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.page_files import check_libraries, check_page_path, write_page
 from trainload.cli.commands.shared import (
     LocalPath,
+    Place,
     json_option,
     out,
     print_json,
@@ -26,7 +27,7 @@ _FILE = "report.html"
 
 
 @click.command(short_help="Make a page of a run.")
-@click.argument("place", metavar="RUN_DIR, PKG or STORE[#LINE]")
+@click.argument("place", metavar="RUN_DIR, PKG or STORE[#LINE]", type=Place())
 @click.option(
     "-o",
     "--output",

@@ -1,0 +1,99 @@
+"""Commands for newcomers: a first job file, and completion of commands in a shell."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import click
+from click.shell_completion import get_completion_class
+
+from trainload.cli.commands.shared import LocalPath, OneOf, json_option, out, print_json, write_text
+from trainload.cli.view import tables as view
+from trainload.core.errors import StorageError
+
+KINDS = ("module", "transformers", "trainer")
+"""Kinds of job files, each with a template of its name."""
+SHELLS = ("bash", "zsh", "fish")
+_ADD, _NO_SPACE = "COMPREPLY+=($value)", "[[ $value == *= ]] && compopt -o nospace"
+"""Lines of a bash script: click's, and the one that lets a value follow KEY= at once."""
+_PROGRAM = "trainload"
+_FILE = "job.py"
+
+
+@click.command(short_help="Write a job file.")
+@click.argument("place", metavar="[FILE or FOLDER]", type=LocalPath(), default=_FILE)
+@click.option(
+    "--kind",
+    type=OneOf(KINDS),
+    default="module",
+    show_default=True,
+    help="Kind of the model.",
+)
+@json_option
+def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_json: bool) -> None:
+    """Write a commented job file, job.py by default, that can be frozen and trained at once.
+
+    It has a small model and sample data, to be replaced by yours. A path that does not end in .py
+    is a folder, which is created.
+
+    \b
+    module        a model of your own, an nn.Module
+    transformers  a transformers model, with your own loss and optimizer
+    trainer       a Hugging Face Trainer script: its model and arguments
+    """
+    file = place if place.suffix == ".py" and not place.is_dir() else place / _FILE
+    if file.exists():
+        raise StorageError(
+            "it exists already", where=str(file), hint="Choose another path, or remove it."
+        )
+    if find_spec(file.stem) is not None:
+        raise StorageError(
+            f"a module named {file.stem} is installed, and the file would be imported in its place",
+            where=str(file),
+            hint="Choose another name.",
+        )
+    package = file.with_suffix(".tl")
+    commands = [
+        f"{_PROGRAM} freeze {shlex.quote(f'{file}:job')} -o {shlex.quote(str(package))}",
+        f"{_PROGRAM} launch {shlex.quote(str(package))}"
+        f" --data {shlex.quote(f'python:{file}:rows')} --backend local",
+    ]
+    template = (files("trainload.cli") / "templates" / f"{kind}.txt").read_text(encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = template.replace("{spec}", file.name).replace("{package}", package.name)
+    write_text(file, text)
+    if as_json:
+        print_json({"file": file, "kind": kind, "next": commands})
+        return
+    out().print(view.table([("written", str(file))]))
+    for command in commands:
+        out().print(f"    {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+@click.command(short_help="Complete in a shell.")
+@click.argument("shell", type=OneOf(SHELLS), metavar="SHELL")
+@json_option
+@click.pass_context
+def completion(context: click.Context, shell: str, as_json: bool) -> None:
+    """Print the script that completes commands, options, values and files in SHELL.
+
+    \b
+    bash  add to ~/.bashrc: eval "$(trainload completion bash)"
+    zsh   add to ~/.zshrc:  eval "$(trainload completion zsh)"
+    fish  trainload completion fish > ~/.config/fish/completions/trainload.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these shells"
+    script = kind(
+        context.find_root().command, {}, _PROGRAM, f"_{_PROGRAM}_COMPLETE".upper()
+    ).source()
+    if shell == "bash":
+        script = script.replace(_ADD, f"{_ADD}\n            {_NO_SPACE}")
+    if as_json:
+        print_json({"shell": shell, "script": script})
+    else:
+        click.echo(script, nl=False)
