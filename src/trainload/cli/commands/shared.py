@@ -274,7 +274,7 @@ class Span(click.ParamType[tuple[int, int]]):
 
 
 data_option = click.option(
-    "--data", required=True, type=Place(), metavar="DATA", help="Training data (docs/data.md)."
+    "--data", required=True, type=Place(), metavar="DATA", help="Training data: files or a URL."
 )
 
 
