@@ -40,6 +40,7 @@ COMMANDS = (
     "runs",
     "report",
     "dashboard",
+    "doctor",
     "push",
     "pull",
     "releases",

@@ -68,6 +68,7 @@ Path("raw/0.json").write_text("\\n".join('{"text": "a"}' for _ in range(8)))
 plan = trainload.plan(package, trainload.Cluster(), "single")
 """,
     "docs/debugging.md": ROWS + PACKAGE,
+    "docs/doctor.md": "",
     "docs/export.md": PACKAGE
     + """
 Path("gpt.tl").rename("gpt-trained.tl")

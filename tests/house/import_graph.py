@@ -70,6 +70,7 @@ LAYERS = [
     "launching.worker",
     "launching.ranks",
     "launching.cluster",
+    "launching.doctor",
     "launching.api",
     "freezing",
     "passes",

@@ -41,7 +41,7 @@ from trainload.cli.commands import (
     watching,
 )
 from trainload.cli.commands.execution import run_group
-from trainload.cli.commands.observing import debugging, profiling, reporting
+from trainload.cli.commands.observing import debugging, profiling, reporting, show_doctor
 from trainload.cli.commands.overview import Overview
 from trainload.cli.commands.shared import LocalPath, json_option, new_package_option
 from trainload.cli.commands.shared import libraries as named_libraries
@@ -286,6 +286,7 @@ for _command in (
     debugging.debug,
     reporting.report,
     reporting.dashboard,
+    show_doctor.doctor,
     deploy.manifest,
     retrain.retrain,
 ):
