@@ -76,7 +76,8 @@ class Overview(click.Group):
         ]
         half = -(-len(entries) // 2)
         width = longest + 2 + room + 2
-        with formatter.section("Commands"):
+        formatter.write("Commands:\n")  # not a section, whose blank line is one line too many
+        with formatter.indentation():
             for left, right in zip(entries[:half], [*entries[half:], ""][:half], strict=True):
                 formatter.write(
                     f"{'':{formatter.current_indent}}{left:{width}}{right}".rstrip() + "\n"
