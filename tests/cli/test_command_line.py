@@ -53,7 +53,7 @@ COMMANDS = (
     "migrate",
 )
 GROUPS = {
-    "manifest": ("kuberay",),
+    "manifest": ("kuberay", "trainjob"),
     "retrain": ("init", "schema", "check", "build", "tick", "run", "manifest", "handover"),
 }
 INNER = [(group, name) for group, names in GROUPS.items() for name in names]

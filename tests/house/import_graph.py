@@ -92,6 +92,7 @@ LAYERS = [
     "cli.view",
     "cli.commands",
     "cli.commands.observing",
+    "cli.commands.manifests",
     "cli",
     "__main__",
 ]

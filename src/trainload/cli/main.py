@@ -41,6 +41,7 @@ from trainload.cli.commands import (
     watching,
 )
 from trainload.cli.commands.execution import run_group
+from trainload.cli.commands.manifests import trainjob as _trainjob  # noqa: F401  # adds its command
 from trainload.cli.commands.observing import debugging, profiling, reporting, show_doctor
 from trainload.cli.commands.overview import Overview
 from trainload.cli.commands.shared import LocalPath, json_option, new_package_option
