@@ -126,7 +126,8 @@ large-model: env
 faults: env
 	$(BIN)/python -W ignore benchmarks/faults.py
 
-# CRDS: helm-chart/kuberay-operator/crds of KubeRay's repository, which is not on PyPI.
+# CRDS: a folder with the files of helm-chart/kuberay-operator/crds of KubeRay's repository, and of manifests/base/crds of Kubeflow
+# Trainer's, which are not on PyPI.
 kuberay: env
 	$(BIN)/python -m tests.manifest.crds $(CRDS)
 

@@ -50,6 +50,7 @@ from .launching.api.compare_values import compare_step as compare_step
 from .launching.api.compare_values import record_step as record_step
 from .launching.api.debug_step import Diagnosis as Diagnosis
 from .launching.api.debug_step import debug as debug
+from .launching.api.doctor import doctor as doctor
 from .launching.api.evaluate import EvaluationResult as EvaluationResult
 from .launching.api.evaluate import evaluate as evaluate
 from .launching.api.fill import fill as fill
@@ -63,6 +64,7 @@ from .launching.api.profile_run import Profile as Profile
 from .launching.api.profile_run import profile as profile
 from .launching.api.verified_build import verify_build as verify_build
 from .launching.data.arrow_file import write_rows as write_rows
+from .launching.doctor.check_results import DoctorReport as DoctorReport
 from .launching.run.journal import Event as Event
 from .launching.run.result import RunResult as RunResult
 from .launching.settings.adapters import Adapters as Adapters

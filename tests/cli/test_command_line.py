@@ -43,6 +43,7 @@ COMMANDS = (
     "runs",
     "report",
     "dashboard",
+    "doctor",
     "push",
     "pull",
     "releases",
@@ -55,7 +56,7 @@ COMMANDS = (
     "migrate",
 )
 GROUPS = {
-    "manifest": ("kuberay",),
+    "manifest": ("kuberay", "trainjob"),
     "retrain": ("init", "schema", "check", "build", "tick", "run", "manifest", "handover"),
 }
 INNER = [(group, name) for group, names in GROUPS.items() for name in names]

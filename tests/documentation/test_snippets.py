@@ -61,6 +61,7 @@ Path("raw/0.json").write_text("\\n".join('{"text": "a"}' for _ in range(8)))
 plan = trainload.plan(package, trainload.Cluster(), "single")
 """,
     "docs/guides/debugging.md": ROWS + PACKAGE,
+    "docs/guides/doctor.md": "",
     "docs/guides/export.md": PACKAGE
     + """
 Path("gpt.tl").rename("gpt-trained.tl")

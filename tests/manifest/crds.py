@@ -1,10 +1,13 @@
-"""Validate all kinds of manifests, with and without misspellings, with KubeRay's schemas.
+"""Validate all kinds of manifests, with and without misspellings, with the schemas of KubeRay and
+Kubeflow Trainer.
 
     python -m tests.manifest.crds FOLDER
 
 FOLDER contains ray.io_rayjobs.yaml, ray.io_rayclusters.yaml and ray.io_raycronjobs.yaml:
-helm-chart/kuberay-operator/crds of the repository ray-project/kuberay. The schemas must report a
-misspelling of every field.
+helm-chart/kuberay-operator/crds of the repository ray-project/kuberay; and
+trainer.kubeflow.org_trainjobs.yaml and trainer.kubeflow.org_trainingruntimes.yaml:
+manifests/base/crds of the repository kubeflow/trainer. The schemas must report a misspelling of
+every field.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from jsonschema.exceptions import relevance
 from tests.manifest.variants import manifests
 
 FILES = {
-    "RayJob": "ray.io_rayjobs.yaml",
-    "RayCluster": "ray.io_rayclusters.yaml",
-    "RayCronJob": "ray.io_raycronjobs.yaml",
+    "RayJob": ("ray.io_rayjobs.yaml", "v1"),
+    "RayCluster": ("ray.io_rayclusters.yaml", "v1"),
+    "RayCronJob": ("ray.io_raycronjobs.yaml", "v1"),
+    "TrainJob": ("trainer.kubeflow.org_trainjobs.yaml", "v1alpha1"),
+    "TrainingRuntime": ("trainer.kubeflow.org_trainingruntimes.yaml", "v1alpha1"),
 }
 
 
@@ -107,8 +112,8 @@ def _names(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 def main(folder: Path) -> int:
     """Run the checks. Returns the exit status."""
     schemas = {
-        kind: strict_schema(yaml.safe_load((folder / name).read_text()), "v1")
-        for kind, name in FILES.items()
+        kind: strict_schema(yaml.safe_load((folder / name).read_text()), version)
+        for kind, (name, version) in FILES.items()
     }
     wrong = 0
     for name, manifest in manifests().items():

@@ -59,6 +59,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         *("gpt.tl", "--data", "rows/*.parquet", "--image", "registry.example/trainload:1"),
         *("--store", "s3://bucket/jobs", "--memory", "16Gi", "--", "--output", "trained.tl"),
     ),
+    "a queued job on AMD": (*JOB, "--workers", "8/amd.com/gpu", "--queue", "research:high"),
     "a cluster": ("--kind", "RayCluster", "--name", "shared", *LEAST),
     "a growing cluster": (
         "--kind",
@@ -74,6 +75,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
+TRAIN_JOBS: dict[str, tuple[str, ...]] = {
+    "a train job": JOB,
+    "a queued train job": (
+        *(*JOB, "--workers", "8/cuda", "--nodes", "4", "--queue", "research:high"),
+        *("--namespace", "research", "--secret", "s3-keys", "--", "--plan", "plan.json"),
+    ),
+}
 RETRAINING = {
     "store": "s",
     "line": "gpt",
@@ -86,7 +94,7 @@ RETRAINING = {
 
 @cache
 def manifests() -> dict[str, dict[str, Any]]:
-    """Return all kinds of manifests for KubeRay, by name."""
+    """Return all kinds of manifests for KubeRay and Kubeflow Trainer, by name."""
     found = {name: made("manifest", "kuberay", *arguments) for name, arguments in VARIANTS.items()}
     with TemporaryDirectory() as folder:
         file = Path(folder) / "retrain.yaml"
@@ -94,6 +102,10 @@ def manifests() -> dict[str, dict[str, Any]]:
         found["a retraining"] = made(
             "retrain", "manifest", "raycronjob", str(file), *LEAST, "--secret", "s3-keys"
         )
+    for name, arguments in TRAIN_JOBS.items():
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        listed = made("manifest", "trainjob", *arguments[:at], "--json", *arguments[at:])
+        found |= {f"{name}, {each['kind']}": each for each in listed["items"]}
     return found
 
 

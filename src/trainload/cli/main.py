@@ -41,9 +41,10 @@ from trainload.cli.commands import (
     watching,
 )
 from trainload.cli.commands.execution import run_group
+from trainload.cli.commands.manifests import trainjob as _trainjob  # noqa: F401  # adds its command
 from trainload.cli.commands.observing import debugging, profiling, reporting
 from trainload.cli.commands.overview import Overview
-from trainload.cli.commands.setup import measuring, starting
+from trainload.cli.commands.setup import measuring, show_doctor, starting
 from trainload.cli.commands.shared import (
     HintedUsage,
     LocalPath,
@@ -281,7 +282,9 @@ def _training_graphs(job: Job) -> list[str]:
 
 
 # Rows of the help hold two commands, so groups of even size make the most of a screen of 24 lines.
-commands.add_group("Set up", starting.init, starting.completion, reporting.dashboard)
+commands.add_group(
+    "Set up", starting.init, show_doctor.doctor, starting.completion, reporting.dashboard
+)
 commands.add_group(
     "Freeze",
     freeze,

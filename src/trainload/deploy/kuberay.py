@@ -39,6 +39,7 @@ GRACE_SECONDS = 120
 DRAIN_SECONDS = GRACE_SECONDS - 10
 """Time for which Ray waits for tasks on a draining node."""
 CPUS_PER_GPU = 4
+NVIDIA = "nvidia.com/gpu"
 HEAD_CPUS, HEAD_MEMORY = 2, "8Gi"
 _KEPT_SECONDS = 600
 _OBJECT_STORE_BYTES = 256 * 2**20
@@ -49,6 +50,7 @@ _OWN_PATHS = (_CACHE, "/dev", "/proc", "/sys", "/tmp/ray")
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
+_RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -62,6 +64,7 @@ class Pods:
         nodes: minimum and maximum number of workers.
         devices: number of CPUs or GPUs of each worker for ranks.
         gpu: True if the devices are GPUs.
+        gpu_resource: name of a GPU as a resource of Kubernetes.
         memory: memory of each worker, a quantity such as 64Gi.
         claim: PersistentVolumeClaim that all pods mount; None if their places are URLs.
         mount: path of the mount.
@@ -70,6 +73,8 @@ class Pods:
         env: further environment variables, which must not be secrets.
         service_account: service account; None for the namespace's default.
         ray: version of Ray in the image.
+        queue: LocalQueue of Kueue, which starts the cluster when there is room; None for none.
+        priority: WorkloadPriorityClass of Kueue; None for none.
 
     Raises:
         RequestError: a name is invalid, a variable looks like a secret, or another value is
@@ -89,6 +94,9 @@ class Pods:
     env: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
     ray: str = ""
+    gpu_resource: str = NVIDIA
+    queue: str | None = None
+    priority: str | None = None
 
     def __post_init__(self) -> None:
         if self.claim is not None:
@@ -99,6 +107,23 @@ class Pods:
             check_label(self.service_account, "--service-account", dots=True)
         for name in self.secrets:
             check_label(name, "--secret", dots=True)
+        if not _RESOURCE.fullmatch(self.gpu_resource):
+            raise RequestError(
+                "this is not a resource of Kubernetes",
+                where="--workers",
+                expected="such as nvidia.com/gpu or amd.com/gpu",
+                got=self.gpu_resource,
+            )
+        for label in (self.queue, self.priority):
+            if label is not None:
+                check_label(label, "--queue", dots=True)
+        if self.queue is not None and self.elastic:
+            raise RequestError(
+                "Kueue admits clusters of a fixed size only",
+                where="--queue",
+                expected="one number of --nodes",
+                got=f"{self.nodes[0]}:{self.nodes[1]}",
+            )
         for name, value in self.env.items():
             check_variable(name, value)
         if not _QUANTITY.fullmatch(self.memory):
@@ -234,6 +259,7 @@ def ray_job(pods: Pods, run_dir: str, command: str, retries: int) -> Json:
     spec = ray_job_spec(
         pods, command, ["python", "-m", "trainload", "manifest", "evict", run_dir], retries
     )
+    spec |= suspended(pods)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -266,19 +292,29 @@ def ray_cluster(pods: Pods) -> Json:
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": metadata_of(pods),
-        "spec": _cluster(pods, None),
+        "spec": {**_cluster(pods, None), **suspended(pods)},
     }
+
+
+def suspended(pods: Pods) -> Json:
+    """Return the field that leaves the start to Kueue, if the pods have a queue."""
+    return {} if pods.queue is None else {"suspend": True}
 
 
 def metadata_of(pods: Pods) -> Json:
     """Return the metadata of an object: name, namespace and labels."""
     place = {} if pods.namespace is None else {"namespace": pods.namespace}
-    return {"name": pods.name, **place, "labels": {"app.kubernetes.io/managed-by": "trainload"}}
+    labels = {"app.kubernetes.io/managed-by": "trainload"}
+    if pods.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = pods.queue
+    if pods.priority is not None:
+        labels["kueue.x-k8s.io/priority-class"] = pods.priority
+    return {"name": pods.name, **place, "labels": labels}
 
 
 def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
     cpus = pods.devices * CPUS_PER_GPU if pods.gpu else pods.devices
-    worker_limits = {"memory": pods.memory} | ({"nvidia.com/gpu": pods.devices} if pods.gpu else {})
+    worker_limits = device_limits(pods)
     store = {"object-store-memory": str(_OBJECT_STORE_BYTES)}
     spec: Json = {"rayVersion": pods.ray or ray_version(), "authOptions": {"mode": "token"}}
     if pods.elastic:
@@ -306,13 +342,24 @@ def _cluster(pods: Pods, before_head_ends: list[str] | None) -> Json:
             "replicas": pods.nodes[0],
             "minReplicas": pods.nodes[0],
             "maxReplicas": pods.nodes[1],
-            "rayStartParams": {"num-cpus": str(cpus), **store},
+            "rayStartParams": {"num-cpus": str(cpus), **_gpu_count(pods), **store},
             "template": _template(
                 pods, "ray-worker", cpus, worker_limits, pods.devices, None, token=False
             ),
         }
     ]
     return spec
+
+
+def device_limits(pods: Pods) -> Json:
+    """Return the memory and GPUs of each worker, which are requested and limited alike."""
+    return {"memory": pods.memory} | ({pods.gpu_resource: pods.devices} if pods.gpu else {})
+
+
+def _gpu_count(pods: Pods) -> dict[str, str]:
+    """Return the option that tells Ray the number of GPUs where KubeRay does not derive it."""
+    derived = pods.gpu_resource.endswith("gpu")
+    return {"num-gpus": str(pods.devices)} if pods.gpu and not derived else {}
 
 
 def _template(
@@ -401,9 +448,9 @@ def _security_context() -> Json:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def as_yaml(manifest: Json) -> str:
-    """Return a manifest as YAML for kubectl."""
+def as_yaml(*manifests: Json) -> str:
+    """Return manifests as YAML for kubectl."""
     import yaml
 
-    text: str = yaml.safe_dump(manifest, sort_keys=False, width=120)
+    text: str = yaml.safe_dump_all(manifests, sort_keys=False, width=120)
     return text

@@ -48,6 +48,14 @@ def pod_options(command: Command) -> Command:
     """Add the options of the pods of all manifests."""
     for option in (
         click.option(
+            "--patch",
+            "patches",
+            type=LocalPath(),
+            multiple=True,
+            metavar="FILE",
+            help="Strategic merge or JSON patch; may be repeated.",
+        ),
+        click.option(
             "--service-account", metavar="NAME", help="Service account. Default: the namespace's."
         ),
         click.option(
@@ -69,6 +77,55 @@ def pod_options(command: Command) -> Command:
     return command
 
 
+class ManifestCommand(click.Command):
+    """A command whose help leaves out --help, since it has many options and must fit a screen."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return --help as a hidden option."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
+
+class Devices(click.ParamType[tuple[int, str]]):
+    """N, N/cuda or N/RESOURCE: the number of devices, and their resource; "" for CPUs."""
+
+    name = "devices"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, str]:
+        """Parse the value of the option."""
+        if isinstance(value, tuple):
+            return value
+        from trainload.deploy.kuberay import NVIDIA
+
+        _, slash, resource = str(value).partition("/")
+        if "/" not in resource:
+            count, kind = CountOf(KINDS).convert(value, param, ctx)
+            return count, NVIDIA if kind == "cuda" else ""
+        count, _ = CountOf(KINDS).convert(str(value).removesuffix(slash + resource), param, ctx)
+        return count, resource
+
+
+workers_option = click.option(
+    "--workers",
+    type=Devices(),
+    default="1",
+    metavar="N[/cuda]",
+    help="Devices per node, or N/amd.com/gpu. Default: 1.",
+)
+
+
+queue_option = click.option(
+    "--queue", metavar="NAME[:CLASS]", help="LocalQueue of Kueue, and a workload's priority."
+)
+output_option = click.option(
+    "-o", "--output", type=LocalPath(), metavar="FILE", help="Output file. Default: stdout."
+)
+
+
 @click.group(short_help="Make Kubernetes files.")
 def manifest() -> None:
     """Write manifests that run something on a cluster."""
@@ -78,23 +135,15 @@ manifest.add_command(drive)
 manifest.add_command(evict)
 
 
-@manifest.command(short_help="A RayJob or RayCluster.")
+@manifest.command(cls=ManifestCommand, short_help="A RayJob or RayCluster.")
 @click.argument("package", metavar="[PKG]", type=Place(), required=False)
 @click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--data", metavar="PATH", help="Training data, as for launch.")
-@click.option(
-    "--image", required=True, metavar="IMAGE", help="Container image with trainload and Ray."
-)
+@click.option("--image", required=True, metavar="IMAGE", help="Image with trainload and Ray.")
 @click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
 @click.option("--store", metavar="URL", help="A URL in place of the claim.")
 @click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
-@click.option(
-    "--workers",
-    type=CountOf(KINDS),
-    default="1",
-    metavar="N[/cuda]",
-    help="Devices per node. Default: 1.",
-)
+@workers_option
 @click.option(
     "--nodes",
     type=Span(),
@@ -117,14 +166,9 @@ manifest.add_command(evict)
     metavar="N",
     help="New clusters after failures. Default: 3.",
 )
+@queue_option
 @pod_options
-@click.option(
-    "-o",
-    "--output",
-    type=LocalPath(),
-    metavar="FILE",
-    help="Output file. Default: stdout.",
-)
+@output_option
 @json_option
 def kuberay(
     package: str | None,
@@ -141,6 +185,8 @@ def kuberay(
     namespace: str | None,
     run_dir: str | None,
     retries: int,
+    queue: str | None,
+    patches: tuple[Path, ...],
     secrets: tuple[str, ...],
     env: tuple[str, ...],
     service_account: str | None,
@@ -148,7 +194,7 @@ def kuberay(
     as_json: bool,
 ) -> None:
     """Write a run or a cluster for KubeRay. Relative paths start at its storage."""
-    from trainload.deploy.kuberay import as_yaml, entrypoint, ray_cluster, ray_job
+    from trainload.deploy.kuberay import entrypoint, ray_cluster, ray_job
 
     if kind == "RayCluster" and (
         package is not None or data is not None or run_dir is not None or options
@@ -164,22 +210,22 @@ def kuberay(
     pods = pods_of(
         claim,
         env,
-        name=name or (_label(package) if package is not None else "trainload"),
+        name=name or (label_of(package) if package is not None else "trainload"),
         image=image,
         nodes=nodes,
-        devices=workers[0],
-        gpu=workers[1] == "cuda",
         memory=memory,
         namespace=namespace,
         secrets=secrets,
         service_account=service_account,
+        **devices_of(workers),
+        **queue_of(queue),
     )
     if package is None or data is None:
         document = ray_cluster(pods)
     else:
-        place = _make_placer(pods.mount if store is None else store)
+        place = make_placer(pods.mount if store is None else store)
         folder = place(run_dir or f"runs/{pods.name}")
-        launch_arguments = _launch_options(options, place)
+        launch_arguments = launch_options_of(options, place)
         arguments = [
             place(package),
             "--data",
@@ -191,14 +237,61 @@ def kuberay(
         document = ray_job(
             pods, folder, entrypoint(folder, arguments, shared.program_options()), retries
         )
-    text = json.dumps(document, indent=2) + "\n" if as_json else as_yaml(document)
+    write_manifests([document], patches, output, as_json=as_json)
+
+
+def write_manifests(
+    documents: Sequence[dict[str, Any]],
+    patches: Sequence[Path],
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Apply patches to manifests, and write them to a file or stdout.
+
+    As JSON, several manifests are a List of Kubernetes.
+    """
+    from trainload.deploy.kuberay import as_yaml
+
+    documents = _patched(documents, patches)
+    if as_json:
+        several = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
+        document = documents[0] if len(documents) == 1 else several
+        text = json.dumps(document, indent=2) + "\n"
+    else:
+        text = as_yaml(*documents)
     if output is None:
         click.echo(text, nl=False)
     else:
         write_text(output, text)
 
 
-def _label(package: str) -> str:
+def _patched(
+    documents: Sequence[dict[str, Any]], paths: Sequence[Path]
+) -> Sequence[dict[str, Any]]:
+    if not paths:
+        return documents
+    from trainload.deploy.patches import patched, read_patches
+
+    return patched(documents, [patch for path in paths for patch in read_patches(path)])
+
+
+def devices_of(workers: tuple[int, str]) -> dict[str, Any]:
+    """Return the fields of `Pods` for --workers."""
+    count, resource = workers
+    gpus = {"gpu_resource": resource} if resource else {}
+    return {"devices": count, "gpu": bool(resource), **gpus}
+
+
+def queue_of(queue: str | None) -> dict[str, str | None]:
+    """Return the fields of `Pods` for --queue."""
+    if queue is None:
+        return {}
+    name, colon, priority = queue.partition(":")
+    return {"queue": name, "priority": priority if colon else None}
+
+
+def label_of(package: str) -> str:
     """Return the name of a package as a Kubernetes object name."""
     return re.sub(r"[^a-z0-9]+", "-", PurePosixPath(package).stem.lower()).strip("-")
 
@@ -224,7 +317,7 @@ def _parse_variables(texts: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def _make_placer(mount: str) -> Callable[[str], str]:
+def make_placer(mount: str) -> Callable[[str], str]:
     """Return a path as the pods see it, in a volume or below a URL. URLs and references stay as
     they are.
     """
@@ -243,7 +336,7 @@ def _make_placer(mount: str) -> Callable[[str], str]:
     return place
 
 
-def _launch_options(arguments: Sequence[str], place: Callable[[str], str]) -> list[str]:
+def launch_options_of(arguments: Sequence[str], place: Callable[[str], str]) -> list[str]:
     """Return the options of `launch`, parsed by its own parser, with paths as the pods see them."""
     values, extra, order = launch.make_parser(click.Context(launch, info_name="launch")).parse_args(
         ["PKG", *arguments]
@@ -276,10 +369,8 @@ def _launch_options(arguments: Sequence[str], place: Callable[[str], str]) -> li
 def _size_options(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) -> list[str]:
     """Return --nodes and --workers of the launch, or those of its plan."""
     least, most = nodes
-    count, kind = workers
-    options = (
-        [] if planned else ["--workers", str(count) if kind == KINDS[0] else f"{count}/{kind}"]
-    )
+    count, resource = workers
+    options = [] if planned else ["--workers", f"{count}/cuda" if resource else str(count)]
     if most > 1 and not (planned and least == most):
         options += ["--nodes", str(most) if least == most else f"{least}:{most}"]
     return options

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainload.cli.commands import shared
-from trainload.cli.commands.deploy import pod_options, pods_of
+from trainload.cli.commands.deploy import pod_options, pods_of, write_manifests
 from trainload.cli.commands.packages import password_of
 from trainload.cli.commands.shared import (
     DONE,
@@ -239,6 +239,7 @@ def manifest(
     memory: str,
     name: str | None,
     namespace: str | None,
+    patches: tuple[Path, ...],
     secrets: tuple[str, ...],
     env: tuple[str, ...],
     service_account: str | None,
@@ -250,7 +251,6 @@ def manifest(
     Each calls `trainload retrain tick FILE` at FILE's scheduled times. For Kubernetes, FILE must be
     in the claim's volume, under its name, or at a URL; then no claim is needed.
     """
-    from trainload.deploy.kuberay import as_yaml
     from trainload.deploy.schedulers import as_text, cron_job, ray_cron_job, systemd_units
     from trainload.retraining.config.config_file import read_config
 
@@ -259,7 +259,8 @@ def manifest(
     assert config.schedule is not None, "it has a schedule, or there would be no timing"
     name = name or f"retrain-{config.line.replace('_', '-').replace('.', '-')}"
     if kind == "systemd":
-        if image is not None or claim is not None or secrets or env or service_account or namespace:
+        of_pods = (image, claim, secrets, env, service_account, namespace, patches)
+        if any(of_pods):
             raise click.UsageError(
                 "systemd units have no pods: omit --image, --claim and other options of pods."
             )
@@ -314,12 +315,7 @@ def manifest(
     place = file if is_url(file) else Path(pods.mount) / Path(file).name
     words = _tick_command("python", shared.program_options(), place)
     document = (ray_cron_job if kind == "raycronjob" else cron_job)(pods, config.schedule, words)
-    if as_json:
-        print_json(document)
-    elif output is None:
-        click.echo(as_yaml(document), nl=False)
-    else:
-        write_text(output, as_yaml(document))
+    write_manifests([document], patches, output, as_json=as_json)
 
 
 @retrain.command(short_help="Hand over what is current.")

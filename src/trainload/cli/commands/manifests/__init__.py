@@ -1,0 +1,1 @@
+"""Commands that write manifests for other operators than KubeRay."""
