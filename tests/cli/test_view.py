@@ -12,6 +12,7 @@ import pytest
 
 from trainload.cli.view import tables as view
 from trainload.core.formatting import duration, size
+from trainload.launching.run.journal import Event
 from trainload.sharding.plans.plan import Cluster
 
 
@@ -59,3 +60,8 @@ def test_records_paths_and_odd_numbers_have_a_json_form() -> None:
 def test_what_has_no_json_form_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="a object has no JSON form"):
         view.as_json({"x": object()})
+
+
+def test_an_evaluation_without_metrics_has_no_empty_value() -> None:
+    event = Event("eval", {"step": 4, "loss": 0.5, "metrics": {}, "rows": 8}, 0.0)
+    assert view.event_line(event) == "eval at step 4:  loss 0.5000  rows 8"

@@ -73,7 +73,7 @@ def event_line(event: Event) -> str:
     values = (
         f"{name.replace('_', ' ')} {_format_value(name, value)}"
         for name, value in data.items()
-        if name not in _QUIET and value is not None
+        if name not in _QUIET and value not in (None, {})
     )
     return "  ".join([f"{title}:", *values]) if len(data.keys() - _QUIET) else title
 
