@@ -52,6 +52,7 @@ from trainload.cli.commands.shared import (
     Place,
     json_option,
     new_package_option,
+    working,
 )
 from trainload.cli.commands.shared import libraries as named_libraries
 from trainload.cli.commands.shared import out as _out
@@ -181,7 +182,8 @@ def freeze(
     began = time.perf_counter()
     from trainload.freezing.load_job import load_recorded_job
 
-    with redirect_stdout(sys.stderr):  # the job's own code may print
+    # the job's own code may print
+    with redirect_stdout(sys.stderr), working("loading the job"):
         recorded = load_recorded_job(spec, values=not abstract)
         job = _with_assets(recorded.job, added)
         from trainload.capture.parity.replays import Check
@@ -198,7 +200,7 @@ def freeze(
                 _out().print(f"graph {name}", highlight=False)
             view.print_shapes(_out(), report)
     fixes: list[Any] = []
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), working("capturing, and comparing with eager PyTorch"):
         package = freeze_job(
             dataclasses.replace(recorded, job=job),
             target,

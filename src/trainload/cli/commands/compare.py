@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from trainload.cli.commands.shared import FAILED, LocalPath, json_option, out, print_json
+from trainload.cli.commands.shared import FAILED, LocalPath, json_option, out, print_json, working
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
 from trainload.core.errors import PackageError
@@ -64,7 +64,8 @@ def diff(
     check_supported_torch()
     from trainload.publishing import trust
 
-    difference = trust.diff(before, after, weights=not no_weights)
+    with working("comparing"):
+        difference = trust.diff(before, after, weights=not no_weights)
     if as_json:
         print_json({"same": difference.same, **view.as_json(difference)})
     elif difference.same:

@@ -68,7 +68,8 @@ def export(
         if output is not None
         else folder.with_name(folder.name.removesuffix(".tl") + _SUFFIXES[to])
     )
-    with redirect_stdout(sys.stderr):  # compilers print
+    # compilers print
+    with redirect_stdout(sys.stderr), shared.working("exporting"):
         exported = write(
             opened,
             path,

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 from rich.tree import Tree
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import LocalPath, Place, json_option, out, print_json
 from trainload.cli.commands.store_commands import line_option, store_argument
 from trainload.cli.view import tables as view
-from trainload.cli.view.column_table import Columns
+from trainload.cli.view.column_table import Columns, Pairs
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def lineage(release: str, as_json: bool) -> None:
     out().print(top)
 
 
-def _describe(step: Ancestor) -> Table:
+def _describe(step: Ancestor) -> Pairs:
     """Describe a step of a lineage."""
     from trainload.retraining.ticks.lineage import metrics_of
 
@@ -259,7 +258,8 @@ def migrate(
     rename = dict(_parse_rename(text) for text in renames)
     new, old = shared.open_to_run(package), shared.open_to_run(source)
     with written_to(output) as path:
-        migration = carry_over(new, old, path, rename=rename, overlap=overlap, strict=strict)
+        with shared.working("moving the weights"):
+            migration = carry_over(new, old, path, rename=rename, overlap=overlap, strict=strict)
         release = None
         if store is not None and line is not None:
             from trainload.retraining.migrate import publish

@@ -165,7 +165,8 @@ def verify(package: Path, identities: tuple[Path, ...], as_json: bool) -> None:
     from trainload.packaging.signatures.verify import Problem
     from trainload.publishing import trust
 
-    report = trust.verify(package, identities)
+    with shared.working("verifying"):
+        report = trust.verify(package, identities)
     if not report.problems and (policy_file := shared.policy()) is not None:
         from trainload.packaging.signatures.policy import check_policies, find_policies
 
@@ -467,7 +468,10 @@ def fill(
     """
     from trainload.launching.api.fill import fill as write
 
-    filled = write(shared.open_package(package), source, output, partial=partial_weights, seed=seed)
+    with shared.working("filling in the weights"):
+        filled = write(
+            shared.open_package(package), source, output, partial=partial_weights, seed=seed
+        )
     if as_json:
         print_json({"package": output, "digest": filled.digest})
     else:

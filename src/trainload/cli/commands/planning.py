@@ -22,7 +22,6 @@ from trainload.cli.commands.shared import (
     OneOf,
     Setting,
     any_package_argument,
-    err,
     items,
     json_option,
     located,
@@ -30,6 +29,7 @@ from trainload.cli.commands.shared import (
     package_argument,
     positive,
     print_json,
+    working,
     write_text,
 )
 from trainload.cli.view import tables as view
@@ -418,7 +418,8 @@ def simulate(package: Path, plan_file: Path, settings: tuple[str, ...], as_json:
 
     planned = read_plan(plan_file)
     began = time.perf_counter()
-    simulation = simulate(changed_by(settings, shared.open_package(package)), planned)
+    with working("simulating the ranks"):
+        simulation = simulate(changed_by(settings, shared.open_package(package)), planned)
     took = time.perf_counter() - began
     graphs = sum(len(rank.ranks) + len(rank.updates) for rank in simulation.ranks)
     if as_json:
@@ -472,7 +473,7 @@ def _plan_best(
 
     profile, source = read(device), Source(package, evaluates=False)
     shape, wanted = Cluster(**cluster, device=profile.kind), Wanted(**choices)
-    with err().status("reading the package") as status:
+    with working("reading the package") as status:
         result = search(source, shape, profile, wanted, **options, say=status.update)
     if show.explain is not None:
         if show.explain > len(result.candidates):
@@ -488,7 +489,7 @@ def _plan_best(
         return
     best = result.best
     if best is not None and best.plan.pipeline is not None:
-        with err().status("partitioning the evaluation graphs"):
+        with working("partitioning the evaluation graphs"):
             simulate(package, best.plan)
     if best is not None and show.output is not None:
         write_text(show.output, best.plan.model_dump_json(indent=2) + "\n")
@@ -513,7 +514,7 @@ def _write_page(path: Path, package: Package, planned: Plan, *found: Any) -> Non
     """Write the page of a plan. `found`: further arguments of `plan_page`."""
     from trainload.report.plans.plan_page import plan_page
 
-    with err().status("simulating the plan"):
+    with working("simulating the plan"):
         text = plan_page(package, planned, *found)
     write_page(path, text.encode())
 

@@ -333,7 +333,7 @@ def evaluate(
     )
     from trainload.launching.api import evaluate as evaluating
 
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), shared.working("evaluating"):
         result = evaluating.evaluate(
             opened,
             plan,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +26,11 @@ from rich.progress import (
 )
 
 from trainload.cli.view import tables as view
+from trainload.cli.view.work_progress import WorkProgress
+from trainload.core.atomic import replace_file
 from trainload.core.errors import PackageError, StorageError
 from trainload.core.formatting import size
+from trainload.core.processes import interrupted_by_signals
 from trainload.core.storage.places import is_url, local_path, path_here
 from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import check_supported_torch
@@ -290,11 +295,22 @@ def set_option(description: str) -> Callable[[Command], Command]:
     )
 
 
+@contextmanager
+def working(title: str) -> Iterator[WorkProgress]:
+    """Show on stderr what is being done while the block does it.
+
+    SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it removes its temporary files.
+    """
+    with interrupted_by_signals(), WorkProgress(err(), title) as progress:
+        yield progress
+
+
 class Transfer:
     """Progress of a transfer on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, title: str) -> None:
         self._what = title
+        self._signals = ExitStack()
         self._console = err()
         self._last = time.monotonic()
         self._task: TaskID | None = None
@@ -310,6 +326,7 @@ class Transfer:
             self._bar = Progress(*columns, console=self._console, transient=True)
 
     def __enter__(self) -> Self:
+        self._signals.enter_context(interrupted_by_signals())
         if self._bar is not None:
             self._bar.start()
         return self
@@ -322,6 +339,7 @@ class Transfer:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        self._signals.close()
 
     def __call__(self, done: int, total: int) -> None:
         """Show the number of transferred bytes, and of all bytes."""
@@ -435,7 +453,10 @@ def write_text(path: Path, text: str) -> None:
 
     check_outside_packages(path)
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device or a pipe, which has no old content
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(Path(os.path.realpath(path)), text.encode(), durable=False)
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", where=str(path)) from error
 
@@ -448,14 +469,22 @@ def show_record(result: Any, as_json: bool) -> None:
         out().print(view.record_table(result))
 
 
+class _WholeWords(Console):
+    """A console that leaves words that are longer than a line to the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as `Console.print` does, without cropping lines."""
+        super().print(*objects, **{"crop": False, **options})
+
+
 def out() -> Console:
     """Return the console for results."""
-    return Console(file=sys.stdout)
+    return _WholeWords(file=sys.stdout)
 
 
 def err() -> Console:
     """Return the console for progress and errors."""
-    return Console(file=sys.stderr)
+    return _WholeWords(file=sys.stderr)
 
 
 def print_json(value: Any) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.markup import escape
 from rich.text import Text
 
 from trainload.cli.commands import shared
@@ -101,7 +100,8 @@ def transform(
     from trainload.transforms.apply import transform as apply
 
     applied_passes: list[Applied] = []
-    with redirect_stdout(sys.stderr):  # a pass may print
+    # a pass may print
+    with redirect_stdout(sys.stderr), shared.working("applying the passes"):
         child = apply(
             opened,
             [load_pass(spec) for spec in specs],
@@ -282,7 +282,8 @@ def _choose(
         if operator_set is None
         else _apply_set(work, operator_set, allow_change)
     )
-    child = work.write(output) if output is not None else None
+    with shared.working("writing the package"):
+        child = work.write(output) if output is not None else None
     after, remaining = counts_of(work.program), outside_core(work.program)
     changed = {
         name: (before.get(name, 0), after.get(name, 0)) for name in sorted({*before, *after})
@@ -318,10 +319,9 @@ def _apply_set(work: Transformation, operator_set: str, allow_change: bool) -> l
 
     if operator_set == "full":
         return []
-    applied = work.apply(
-        decompose,
-        {"operators": "core" if operator_set == "core" else read_operator_file(Path(operator_set))},
-    )
+    names = "core" if operator_set == "core" else read_operator_file(Path(operator_set))
+    with shared.working("decomposing, and comparing the graphs"):
+        applied = work.apply(decompose, {"operators": names})
     work.keep(applied, allow_change=allow_change)
     return [applied]
 
@@ -380,8 +380,7 @@ def _effect_rows(applied: Applied) -> list[tuple[str, Any]]:
     return [
         (
             "options",
-            escape(", ".join(f"{key} = {value}" for key, value in applied.entry.options.items()))
-            or "none",
+            ", ".join(f"{key} = {value}" for key, value in applied.entry.options.items()) or "none",
         ),
         ("calls", f"{applied.calls_before} before, {applied.calls_after} after"),
         (

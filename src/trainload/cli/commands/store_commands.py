@@ -17,6 +17,7 @@ from trainload.cli.commands.shared import (
     positive,
     print_json,
     show_record,
+    working,
 )
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
@@ -288,7 +289,10 @@ def gc(
 
     if lines and keep is None:
         raise click.UsageError("--line requires --keep.")
-    report = stores.gc(store, keep=keep, lines=lines or None, grace=grace * 3600, dry_run=dry_run)
+    with working("looking for files that nothing needs"):
+        report = stores.gc(
+            store, keep=keep, lines=lines or None, grace=grace * 3600, dry_run=dry_run
+        )
     if as_json:
         print_json(report)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -80,18 +80,62 @@ class Columns:
                 table.add_row(*cells, style=style)
             yield table
             return
-        if self._title is not None:
-            yield Text(self._title, style="italic")
         for number, (cells, style) in enumerate(self._rows):
-            block = Table(show_header=False, box=None, pad_edge=False)
-            block.add_column(style="dim", no_wrap=True)
-            block.add_column(overflow="fold", style=style)
-            for title, cell in zip(self._titles, cells, strict=True):
-                if cell.plain:
-                    block.add_row(title, cell)
             if number:
                 yield Text("")
-            yield block
+            filled = [
+                (title, cell) for title, cell in zip(self._titles, cells, strict=True) if cell.plain
+            ]
+            yield Pairs(filled, title=None if number else self._title, style=style)
+
+
+class Pairs:
+    """Lines "name  value", whose values are wrapped between words.
+
+    A word that is longer than a line is printed whole, so that a path or a digest can be copied;
+    the console must not crop lines.
+
+    Args:
+        rows: names and values.
+        title: title of the lines.
+        style: style of the values.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[str, Text]],
+        *,
+        title: str | None = None,
+        style: str | Style = "",
+    ) -> None:
+        self._rows, self._title, self._style = tuple(rows), title, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._title is not None:
+            yield Text(self._title, style="italic")
+        column = max((cell_len(name) for name, _ in self._rows), default=0) + _GAP
+        for name, value in self._rows:
+            label = f"{name}{' ' * (column - cell_len(name))}"
+            for part in _wrapped(value, options.max_width - column):
+                part.stylize_before(self._style)
+                line = Text.assemble((label, "dim"), part, no_wrap=True, overflow="ignore")
+                line.rstrip()
+                yield line
+                label = " " * column
+
+
+def _wrapped(text: Text, width: int) -> Iterator[Text]:
+    """Yield the lines of a text, broken between words."""
+    for line in text.split("\n", allow_blank=True):
+        breaks: list[int] = []
+        began = 0
+        for word in _WORD.finditer(line.plain):
+            if word.start() > began and cell_len(line.plain[began : word.end()]) > width:
+                breaks.append(word.start())
+                began = word.start()
+        for part in line.divide(breaks):
+            part.rstrip()
+            yield part
 
 
 def _longest_line(text: str) -> int:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from trainload.cli.view.column_table import Columns
+from trainload.cli.view.column_table import Columns, Pairs
 from trainload.core.formatting import clock, duration, size
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def log_line(event: Event, seconds: float) -> str:
     return f"{clock(seconds)}  {line}"
 
 
-def status_table(name: str, state: RunState) -> Table:
+def status_table(name: str, state: RunState) -> Pairs:
     """Return a table of a run's state."""
     summary, now = state.summary, time.time()
     rows: list[tuple[str, Any]] = [("run", name), ("phase", state.phase)]
@@ -241,17 +240,13 @@ def dump_json(value: Any) -> str:
     return json.dumps(as_json(value), indent=2, allow_nan=False)
 
 
-def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Table:
+def table(rows: Iterable[tuple[str, Any]], title: str | None = None) -> Pairs:
     """Return a table of names and values."""
-    grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows:
-        grid.add_row(name.replace("_", " "), escape(_format_value(name, value)))
-    return grid
+    values = [(name.replace("_", " "), Text(_format_value(name, value))) for name, value in rows]
+    return Pairs(values, title=title)
 
 
-def record_table(record: Any, title: str | None = None) -> Table:
+def record_table(record: Any, title: str | None = None) -> Pairs:
     """Return a table of a record's fields, without those that are None or empty."""
     fields = as_json(record)
     return table(

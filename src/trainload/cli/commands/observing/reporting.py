@@ -89,7 +89,7 @@ def _report_package(
     check_page_path(path)
     plan = None if plan_file is None else read_plan(plan_file)
     opened = shared.open_package(package)
-    with shared.err().status("deriving the training graphs"):
+    with shared.working("deriving the training graphs"):
         page, graphs = package_page(opened, plan)
     text = page.encode()
     write_page(path, text)

@@ -1,0 +1,135 @@
+"""Ctrl-C ends every long command with one line, and leaves no partial file behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.forked import done
+from tests.launch.tiny import write_rows
+
+import trainload
+from trainload.packaging.package import Package
+
+JOB = "from tests.launch.tiny import tiny_job\n\n\ndef job():\n    return tiny_job()\n"
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def interrupt_at_first_write() -> None:
+    """Send this process SIGINT when it first writes something below its working directory."""
+    _interrupt(functools.partial(_is_write, os.getcwd()))
+
+
+def interrupt_at_first_read() -> None:
+    """Send this process SIGINT when it first reads a file of a package beside its manifest."""
+    names = {path.name for path in Path("tiny.tl").rglob("*") if path.is_file()}
+    _interrupt(functools.partial(_is_read, frozenset(names - {"manifest.json"})))
+
+
+def _interrupt(is_moment: Any) -> None:
+    waiting = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal waiting
+        if waiting and is_moment(event, arguments):
+            waiting = False
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sys.addaudithook(hook)
+
+
+def _is_write(folder: str, event: str, arguments: tuple[Any, ...]) -> bool:
+    if event not in ("open", "os.mkdir"):
+        return False
+    path = os.path.abspath(os.fsdecode(arguments[0])) if _is_path(arguments[0]) else ""
+    if not path.startswith(folder) or "__pycache__" in path:
+        return False
+    return event == "os.mkdir" or bool(int(arguments[2] or 0) & WRITES)
+
+
+def _is_read(names: frozenset[str], event: str, arguments: tuple[Any, ...]) -> bool:
+    return (
+        event == "open"
+        and _is_path(arguments[0])
+        and os.path.basename(os.fsdecode(arguments[0])) in names
+    )
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | bytes | os.PathLike)
+
+
+WRITING = {
+    "freeze": ["freeze", "mine.py:job", "-o", "new.tl"],
+    "pull": ["pull", "store", "-o", "new.tl"],
+    "push": ["push", "tiny.tl", "another store"],
+    "gc": ["gc", "store"],
+    "export": ["export", "tiny.tl", "--to", "pt2", "--graph", "eval", "-o", "new.pt2"],
+    "ops": ["ops", "tiny.tl", "--set", "core", "-o", "new.tl"],
+    "plan": ["plan", "tiny.tl", "--device", "cpu-2-cores", "-o", "new.json"],
+    "report": ["report", "tiny.tl", "-o", "new.html"],
+    "build": ["build", "tiny.tl", "--plan", "plan.json", "-o", "new-build"],
+}
+READING = {
+    "verify": ["verify", "tiny.tl"],
+    "diff": ["diff", "tiny.tl", "other.tl"],
+    "simulate": ["simulate", "tiny.tl", "--plan", "plan.json"],
+    "plan": ["plan", "tiny.tl", "--device", "cpu-2-cores"],
+    "export": ["export", "tiny.tl", "--to", "pt2", "--graph", "eval", "-o", "new.pt2"],
+    "push": ["push", "tiny.tl", "another store"],
+    "evaluate": ["evaluate", "tiny.tl", "--data", "rows.npz", "--backend", "local", "--no-compile"],
+}
+PARTIAL_IS_KEPT = ("push", "gc")
+"""What a push has sent stays, for the next one, and gc's lease is a record."""
+QUICK = ("writes: freeze", "reads: verify")
+CASES = {
+    **{f"writes: {name}": (interrupt_at_first_write, words) for name, words in WRITING.items()},
+    **{f"reads: {name}": (interrupt_at_first_read, words) for name, words in READING.items()},
+}
+
+
+@pytest.fixture
+def folder(tiny: Package, tmp_path: Path) -> Path:
+    """A working directory with a job, packages, rows, a plan and a store."""
+    shutil.copytree(tiny.path, tmp_path / "tiny.tl")
+    shutil.copytree(tiny.path, tmp_path / "other.tl")
+    (tmp_path / "mine.py").write_text(JOB)
+    write_rows(tmp_path / "rows.npz", 32)
+    plan = trainload.plan(tiny, trainload.Cluster())
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    trainload.push(tmp_path / "tiny.tl", str(tmp_path / "store"))
+    return tmp_path
+
+
+def files(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id=case)
+        for case in CASES
+    ],
+)
+def test_an_interrupted_command_leaves_nothing_and_can_be_repeated(case: str, folder: Path) -> None:
+    moment, words = CASES[case]
+    before = files(folder)
+    status, out, err = done(*words, cwd=folder, first=moment)
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "trainload: interrupted"
+    assert "Traceback" not in err
+    if words[0] not in PARTIAL_IS_KEPT:
+        assert files(folder) == before
+    status, _, err = done(*words, cwd=folder)
+    assert status == 0, err
