@@ -8,6 +8,7 @@
 #   make docs    the documentation as a site in build/site, strictly: no broken link, no undocumented option
 #   make grid    every strategy with every kind of model, against one process: docs/measurements/grid.md
 #   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
+#   make image   the container image for Kubernetes, where docker, podman or buildah is; otherwise its Dockerfile is checked
 #   make coverage-suite   which models can be frozen: docs/measurements/coverage.md, in some hours
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite image clean
 
 env: $(STAMP)
 
@@ -130,6 +131,16 @@ faults: env
 # Trainer's, which are not on PyPI.
 kuberay: env
 	$(BIN)/python -m tests.manifest.crds $(CRDS)
+
+# TORCH: cpu, cuda, or a folder of PyTorch's index. EXTRAS: extras of trainload.
+IMAGE ?= trainload
+image: env
+	$(BIN)/hadolint Dockerfile
+	@arguments="$(if $(TORCH),--build-arg TORCH=$(TORCH)) $(if $(EXTRAS),--build-arg EXTRAS=$(EXTRAS))"; \
+	if docker info >/dev/null 2>&1; then docker build $$arguments -t $(IMAGE) .; \
+	elif command -v podman >/dev/null; then podman build $$arguments -t $(IMAGE) .; \
+	elif command -v buildah >/dev/null; then buildah build $$arguments -t $(IMAGE) .; \
+	else echo "No docker, podman or buildah can be used here: the Dockerfile was only checked."; fi
 
 counts: env
 	$(BIN)/python -W ignore benchmarks/resume_counts.py
