@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LAYOUT = torch.Tag.flexible_layout
+_LAYOUT = (torch.Tag.flexible_layout,)
 """Compilers may choose the layout of a value. Otherwise they would give each of the operators a
 copy of its own, in the layout of the traced graph, and free it at once.
 """

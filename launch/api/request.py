@@ -23,7 +23,7 @@ from trainload.core.errors import (
 )
 from trainload.core.storage.places import absolute_place, is_url, local_path
 from trainload.core.suggestions import did_you_mean
-from trainload.core.versions import VERSION
+from trainload.core.versions import VERSION, check_ray_installed
 from trainload.launching.checkpoints.checkpoint_place import place_of, whole_place
 from trainload.launching.checkpoints.reader import Checkpoint, usable_checkpoint
 from trainload.launching.data.made_data import Data, InFiles, in_files, written
@@ -376,8 +376,8 @@ def check_rows(package: Package, spec: RunSpec) -> tuple[int, int | None]:
 
 
 def check_backend(backend: Backend, address: str | None) -> None:
-    """Raise ClusterError if the backend is unknown, and RequestError if an address is passed that
-    it does not use.
+    """Raise ClusterError if the backend is unknown or not installed, and RequestError if an address
+    is passed that it does not use.
     """
     if backend not in get_args(Backend):
         raise ClusterError(
@@ -393,6 +393,8 @@ def check_backend(backend: Backend, address: str | None) -> None:
             got=f"backend {backend}",
             hint="Omit the address or the backend.",
         )
+    if backend == "ray":
+        check_ray_installed()
 
 
 def leads(backend: Backend) -> bool:

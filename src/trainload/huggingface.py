@@ -21,6 +21,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,8 @@ class _Settings:
                 hint="Use a schedule that depends only on the step, such as cosine.",
             )
 
+        _check_installed("args.lr_scheduler_type")
+
         def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
             from transformers import get_scheduler
 
@@ -331,7 +334,22 @@ class _Settings:
         return make
 
 
+def _check_installed(where: str) -> None:
+    """Check that transformers is installed, for a setting that it implements.
+
+    Raises:
+        JobError: it is not.
+    """
+    if find_spec("transformers") is None:
+        raise JobError(
+            "transformers is not installed",
+            where=where,
+            hint="Run `pip install 'trainload[transformers]'`.",
+        )
+
+
 def _adafactor() -> Any:
+    _check_installed("args.optim")
     from transformers.optimization import Adafactor
 
     return Adafactor

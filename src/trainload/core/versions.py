@@ -1,10 +1,11 @@
-"""The version of this library, and the supported versions of torch."""
+"""The version of this library, the supported versions of torch, and whether Ray is installed."""
 
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
-from trainload.core.errors import VersionError
+from trainload.core.errors import ClusterError, VersionError
 
 VERSION = "0.1.0"
 """The version of trainload."""
@@ -35,6 +36,20 @@ def check_supported_torch() -> None:
     if release is None or not OLDEST <= (int(release[1]), int(release[2])) < BEYOND:
         raise VersionError(
             "this version of torch is not supported", expected=expected, got=installed, hint=hint
+        )
+
+
+def check_ray_installed() -> None:
+    """Check that Ray is installed, without importing it.
+
+    Raises:
+        ClusterError: it is not.
+    """
+    if find_spec("ray") is None:
+        raise ClusterError(
+            "Ray is not installed",
+            where="backend",
+            hint="Run `pip install 'trainload[ray]'`, or choose the backend local.",
         )
 
 

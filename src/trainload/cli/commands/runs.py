@@ -41,7 +41,7 @@ from trainload.cli.view import run_progress as run_view
 from trainload.core.errors import RunInterrupted, StorageError
 from trainload.core.processes import interrupted_by_signals
 from trainload.core.suggestions import did_you_mean
-from trainload.core.versions import check_supported_torch
+from trainload.core.versions import check_ray_installed, check_supported_torch
 from trainload.launching.run.run_directory import (
     RUN_FILE,
     RunFolder,
@@ -420,7 +420,7 @@ def _largest(package: Package, least: int, most: int, per_node: int, chosen: Giv
 
 
 def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -> None:
-    """Check that a backend without a cluster has no options of a cluster."""
+    """Check that Ray is installed if it is the backend, and has no options of it if it is not."""
     if backend != "ray" and (address is not None or detach):
         raise click.UsageError(
             f"{'--detach' if detach else '--address'} requires Ray: omit it, or omit --backend"
@@ -431,6 +431,8 @@ def _check_ray(backend: Backend, address: str | None, *, detach: bool = False) -
             "--detach and the --address of a cluster's dashboard, http://HOST:8265, must be used"
             " together."
         )
+    if backend == "ray":
+        check_ray_installed()
 
 
 def _check_one_plan(
