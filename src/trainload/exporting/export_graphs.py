@@ -36,12 +36,14 @@ from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.core.storage.places import path_here
 from trainload.core.versions import VERSION
+from trainload.exporting.peft_folder import check_peft_folder, write_peft_folder
 from trainload.exporting.weights_folder import (
     check_folder,
     contents_of,
     transformers_part,
     write_folder,
 )
+from trainload.launching.api.run_weights import RunWeights, read_run_weights
 from trainload.packaging.format.package_files import check_new_folder, new_file, new_folder, walk
 from trainload.packaging.graphs.graph_json import serialisable_values
 from trainload.packaging.graphs.graph_replacement import with_graph
@@ -49,7 +51,8 @@ from trainload.packaging.package import Package, check_weights
 
 __all__ = ["Exported", "Kind", "export"]
 
-Kind = Literal["pt2", "aoti", "huggingface"]
+Kind = Literal["pt2", "aoti", "huggingface", "peft"]
+WEIGHTS_ONLY = ("huggingface", "peft")
 NOTE = "trainload.json"
 """Name of the note: an extra file of a .pt2, or metadata of an AOTInductor package."""
 _COMPILED = 10.0
@@ -101,7 +104,7 @@ class Exported:
 @one_at_a_time
 @neutrally
 def export(
-    package: Package,
+    package: Package | str | Path,
     path: str | Path,
     *,
     to: Kind,
@@ -109,6 +112,7 @@ def export(
     variant: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
     part: str | None = None,
+    step: int | None = None,
     check: bool = True,
 ) -> Exported:
     """Export a graph with the package's weights, or only the weights, for use without trainload.
@@ -116,23 +120,27 @@ def export(
     See docs/export.md.
 
     Args:
-        package: the package; after training, the output of `launch`.
-        path: a path that does not exist: a file whose name ends in .pt2, or for "huggingface" a
-            folder.
+        package: the package; or the folder or URL of a run, whose checkpoint is exported.
+        path: a path that does not exist: a file whose name ends in .pt2, or for "huggingface" and
+            "peft" a folder.
         to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor,
             for torch._inductor.aoti_load_package. "huggingface": safetensors, with the
-            configuration and tokenizer from the package's assets.
+            configuration and tokenizer from the package's assets. "peft": the adapters of a run,
+            for peft.PeftModel.from_pretrained.
         graph: name of a graph other than a training graph; None: "predict".
         variant: variant of the graph; None: the first.
         device: device of the exported graph; None: "cpu".
         part: for "huggingface", the module of the job's model whose weights are exported, such as
             "student"; None: the transformers model if the package has one, otherwise everything.
+        step: for a run, the number of updates of the checkpoint; None: the newest one.
         check: if True, open the export and compare it: a graph with the package's own on synthetic
             batches of two sizes, weights bit for bit.
 
     Raises:
         PackageError: the package has no such graph or module, is abstract, or the graph cannot be
             exported: the message says why.
+        RequestError: the run has no such checkpoint.
+        CheckpointError: the checkpoint is damaged.
         ClusterError: there is no GPU here.
         StorageError: the path is taken or cannot be written.
 
@@ -141,12 +149,18 @@ def export(
         logits, *_ = torch.export.load("gpt.pt2").module()({"tokens": tokens})
     """
     path = path_here(path)
-    check_weights(package)
     if to not in get_args(Kind):
         raise PackageError(
             "unknown export format", where="to", expected=", ".join(get_args(Kind)), got=repr(to)
         )
-    if to == "huggingface":
+    run = None
+    if not isinstance(package, Package):
+        run = read_run_weights(package, step)
+        package = run.package
+    elif step is not None:
+        raise PackageError("a package has no steps", where="step", hint="Name a run.")
+    check_weights(package)
+    if to in WEIGHTS_ONLY:
         graph_options = {"graph": graph, "variant": variant, "device": device}
         if useless := [name for name, value in graph_options.items() if value is not None]:
             raise PackageError(
@@ -155,6 +169,8 @@ def export(
                 hint="Omit it, or choose pt2 or aoti.",
             )
         check_new_folder(path)
+        if to == "peft":
+            return _export_adapters(package, run, path, part, check)
         return _export_weights(package, path, part, check)
     if part is not None:
         raise PackageError(
@@ -238,8 +254,31 @@ def _export_weights(package: Package, path: Path, part: str | None, check: bool)
         write_folder(root, package, contents, _origin(package))
         if check:
             check_folder(root, package, contents)
+    return _weights_exported(path, "huggingface")
+
+
+def _export_adapters(
+    package: Package, run: RunWeights | None, path: Path, part: str | None, check: bool
+) -> Exported:
+    if part is not None:
+        raise PackageError("adapters are exported whole", where="part", hint="Omit it.")
+    if run is None:
+        raise PackageError(
+            "a package has no adapters: those of a run are merged into its output",
+            where="to",
+            got="peft",
+            hint="Name the folder of the run: trainload export RUN --to peft.",
+        )
+    with new_folder(path) as root:
+        write_peft_folder(root, run, _origin(package))
+        if check:
+            check_peft_folder(root, run)
+    return _weights_exported(path, "peft")
+
+
+def _weights_exported(path: Path, to: Kind) -> Exported:
     sizes = [status.st_size for _, status in walk(path)]
-    return Exported(path, "huggingface", "", "", {}, (), (), {}, None, len(sizes), sum(sizes))
+    return Exported(path, to, "", "", {}, (), (), {}, None, len(sizes), sum(sizes))
 
 
 def _export_graph(
