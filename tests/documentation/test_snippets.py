@@ -1,7 +1,7 @@
 """Every Python example of README.md and docs/ runs unchanged, except for the number of steps.
 
-The examples of docs/capture.md, docs/graphs.md and docs/variants.md, which state their results,
-have their own tests.
+The examples of docs/capture.md, docs/graphs.md and docs/variants.md, which state their results, and
+that of docs/hub.md, which needs a server, have their own tests.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ left = inputs = targets = torch.zeros(4, 8)
     "docs/watching.md": "",
 }
 ON_RAY = ("README.md", "docs/adapters.md", "docs/data.md")
-OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/variants.md"}
+OTHERS = {"docs/capture.md", "docs/graphs.md", "docs/hub.md", "docs/variants.md"}
 
 
 def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,10 @@ from trainload.core.storage.places import is_url, local_path
 _SUFFIXES = {
     "pt2": ".pt2",
     "aoti": ".aoti.pt2",
+    "onnx": ".onnx",
     "huggingface": "-huggingface",
+    "safetensors": ".safetensors",
+    "dcp": "-dcp",
     "peft": "-peft",
 }
 
@@ -53,7 +56,9 @@ def _run_of(source: str) -> tuple[str | None, int | None]:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="Device of the graph. Default: cpu."
 )
-@click.option("--part", metavar="MODULE", help="Module to export weights of (huggingface).")
+@click.option(
+    "--part", metavar="MODULE", help="Module whose weights are exported, without a graph."
+)
 @click.option("--check/--no-check", default=True, help="Load the result and compare it with PKG.")
 @json_option
 def export(
@@ -71,7 +76,7 @@ def export(
 
     pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages.
     huggingface: a folder of safetensors, with config.json and tokenizer if the package has them.
-    peft: the adapters of a run.
+    safetensors: one file. dcp: for torch.distributed.checkpoint. peft: the adapters of a run.
     """
     run, step = _run_of(source)
     package: Any = run
