@@ -8,6 +8,7 @@
 #   make docs    the documentation as a site in build/site, strictly: no broken link, no undocumented option
 #   make grid    every strategy with every kind of model, against one process: docs/measurements/grid.md
 #   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
+#   make integrations  the tests with heavy libraries of others: tests/integrations
 #   make image   the container image for Kubernetes, where docker, podman or buildah is; otherwise its Dockerfile is checked
 #   make coverage-suite   which models can be frozen: docs/measurements/coverage.md, in some hours
 
@@ -21,7 +22,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite image clean
+.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite image integrations clean
 
 env: $(STAMP)
 
@@ -208,6 +209,10 @@ coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps timm
 	$(BIN)/python -m tests.torch_samples.count
 	$(BIN)/python -m tests.coverage.suite
+
+integrations: env
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[integrations]"
+	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -70,15 +70,20 @@ def full_parameters(
         CheckpointError: a shard has changed.
     """
     for bucket in checkpoint.index.buckets:
-        entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
         for slot in bucket.slots:
-            shape = checkpoint.shape(slot.parameter)
-            yield (
-                slot.parameter,
-                checkpoint.parameter_interval(slot.parameter, entry, 0, math.prod(shape)).reshape(
-                    shape
-                ),
-            )
+            yield slot.parameter, whole_parameter(checkpoint, slot.parameter, mean=mean)
+
+
+def whole_parameter(checkpoint: Checkpoint, name: str, *, mean: bool = False) -> torch.Tensor:
+    """Return a parameter as `full_parameters` does.
+
+    Raises:
+        CheckpointError: there is no such parameter, or a shard has changed.
+    """
+    bucket, _ = checkpoint.bucket_of(name)
+    entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
+    shape = checkpoint.shape(name)
+    return checkpoint.parameter_interval(name, entry, 0, math.prod(shape)).reshape(shape)
 
 
 def _check_parameters(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -18,6 +18,8 @@ from trainload.launching.data.columns import Array, ColumnType, Sizes
 _DTYPE_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _MAX_ITEM_BYTES = 8
 """Item size of the largest dtype in bytes."""
+_ARRAYS = "datasets.features.features.Array"
+"""Start of the names of Array2D to Array5D of Hugging Face datasets."""
 _TENSOR_TYPES = frozenset(
     {"arrow.fixed_shape_tensor", "ray.data.arrow_tensor", "ray.data.arrow_tensor_v2"}
 )
@@ -126,24 +128,38 @@ def _is_view(kind: Any) -> bool:
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
+def _is_array_of_datasets(kind: Any) -> bool:
+    """Return True for the nested lists of Hugging Face datasets, an extension type in processes
+    that have imported it.
+    """
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name.startswith(_ARRAYS)
+
+
 def _is_encoded(kind: Any) -> bool:
-    return bool(pa.types.is_run_end_encoded(kind) or pa.types.is_dictionary(kind))
+    return bool(
+        pa.types.is_run_end_encoded(kind)
+        or pa.types.is_dictionary(kind)
+        or _is_array_of_datasets(kind)
+    )
 
 
 def _decoded_type(kind: Any) -> Any:
     while _is_encoded(kind):
-        kind = kind.value_type
+        kind = kind.storage_type if _is_array_of_datasets(kind) else kind.value_type
     return kind
 
 
 def _decode(column: Any) -> Any:
     """Return a column without run-end or dictionary encoding."""
     while _is_encoded(column.type):
-        column = (
-            pc.run_end_decode(column)
-            if pa.types.is_run_end_encoded(column.type)
-            else column.dictionary_decode()
-        )
+        if _is_array_of_datasets(column.type):
+            column = column.storage
+        else:
+            column = (
+                pc.run_end_decode(column)
+                if pa.types.is_run_end_encoded(column.type)
+                else column.dictionary_decode()
+            )
     return column
 
 

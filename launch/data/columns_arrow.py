@@ -27,7 +27,8 @@ from trainload.launching.data.columns import (
 )
 from trainload.launching.data.data_files import DataFile
 
-_FILE_MAGIC = b"ARROW1"
+FILE_MAGIC = b"ARROW1"
+"""First bytes of the file format; the stream format has none."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
@@ -73,7 +74,7 @@ def record_batches(
     """
     try:
         with file.opened() as stream:
-            seekable = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+            seekable = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
             stream.seek(0)
             if not seekable:
                 with pa.ipc.open_stream(stream) as opened:

@@ -28,6 +28,13 @@ from trainload.core.storage.filesystem import (
     unreachable,
 )
 from trainload.core.storage.places import is_url, local_path
+from trainload.launching.data.saved_datasets import (
+    SPLITS,
+    STATE,
+    check_complete,
+    check_split,
+    data_files,
+)
 
 Source = str | Path | Sequence[str | Path]
 """One or several files, folders of files or glob patterns, each a path or an fsspec URL. The files
@@ -37,6 +44,8 @@ name of a data file, or that a pattern matches, stands for the data files in it.
 
 _BLOCK_BYTES = 8 << 20
 """Bytes of one request to a URL."""
+_MOST_LISTED = 2**26
+"""Largest size of a list of files."""
 _SETTLED_NS = 2_000_000_000
 """A file that was modified less than this time before it was read may change again with the same
 timestamp.
@@ -251,6 +260,13 @@ def _files_of(part: str | Path, endings: Collection[str]) -> Sequence[DataFile]:
 
 
 def _files_in(folder: Path, endings: Collection[str]) -> list[LocalFile]:
+    if (folder / SPLITS).is_file():
+        check_split((folder / SPLITS).read_bytes(), str(folder))
+    if (folder / STATE).is_file():
+        names = data_files((folder / STATE).read_bytes(), str(folder))
+        if names is not None:
+            check_complete([n for n in names if not (folder / n).is_file()], str(folder))
+            return [LocalFile(folder / name) for name in names]
     return [
         file
         for path in sorted(folder.iterdir())
@@ -308,8 +324,22 @@ def _names_in(fs: Any, folder: str, endings: Collection[str]) -> list[str]:
         for facts in fs.ls(folder, detail=True)
         if facts["name"].rstrip("/") != folder.rstrip("/")
     }
+    files = {PurePosixPath(name).name: name for name, kind in listed.items() if kind == "file"}
+    if SPLITS in files:
+        check_split(_read_small(fs, files[SPLITS]), folder)
+    if STATE in files:
+        names = data_files(_read_small(fs, files[STATE]), folder)
+        if names is not None:
+            check_complete([name for name in names if name not in files], folder)
+            return [files[name] for name in names]
     data = [name for name in sorted(listed) if _is_data(PurePosixPath(name).name, endings)]
     return [file for name in data for file in _names_of(fs, name, listed[name], endings)]
+
+
+def _read_small(fs: Any, path: str) -> bytes:
+    with fs.open(path, "rb") as file:
+        content: bytes = file.read(_MOST_LISTED)
+    return content
 
 
 def _names_of(fs: Any, name: str, kind: str, endings: Collection[str]) -> list[str]:

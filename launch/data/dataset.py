@@ -28,6 +28,12 @@ from trainload.launching.data.columns import (
 )
 from trainload.launching.data.columns_cache import CachedColumns, make_cached
 from trainload.launching.data.data_files import DataFile, Source, find_files, spelled
+from trainload.launching.data.mapped_columns import (
+    MappedColumn,
+    MappedColumns,
+    is_saved,
+    map_columns,
+)
 from trainload.launching.data.sampler import Rows
 
 READERS: Mapping[str, Reader] = {
@@ -42,7 +48,7 @@ READERS: Mapping[str, Reader] = {
 
 
 class Dataset:
-    """Memory-mapped rows on disk.
+    """Memory-mapped rows on disk: of the node's cache, or of a saved dataset itself.
 
     Attributes:
         size: number of rows, at least 1.
@@ -52,12 +58,16 @@ class Dataset:
 
     __slots__ = ("_columns", "fingerprint", "size")
 
-    def __init__(self, cached: CachedColumns) -> None:
-        self.size = cached.rows
-        self.fingerprint = cached.fingerprint
-        self._columns: dict[str, Array] = {
-            name: np.load(path, mmap_mode="r") for name, path in cached.files.items()
-        }
+    def __init__(self, columns: CachedColumns | MappedColumns) -> None:
+        self.size = columns.rows
+        self.fingerprint = columns.fingerprint
+        self._columns: Mapping[str, Array | MappedColumn]
+        if isinstance(columns, MappedColumns):
+            self._columns = columns.columns
+        else:
+            self._columns = {
+                name: np.load(path, mmap_mode="r") for name, path in columns.files.items()
+            }
 
     def batch(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Return rows in the given order.
@@ -76,13 +86,18 @@ class Dataset:
                 f"row {int(rows.min())} is out of range for a data set of {self.size} rows"
             )
         return {
-            name: torch.from_numpy(np.asarray(np.take(column, rows, axis=0)))
+            name: torch.from_numpy(
+                column.take(rows)
+                if isinstance(column, MappedColumn)
+                else np.asarray(np.take(column, rows, axis=0))
+            )
             for name, column in self._columns.items()
         }
 
 
 def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -> Dataset:
-    """Open a dataset for a package's inputs, converting it once per node into `cache_dir`.
+    """Open a dataset for a package's inputs, converting it once per node into `cache_dir` unless it
+    is a saved dataset that can be mapped.
 
     The leading dim of an input is its rows. Its other sizes are ints, or symbols that stand for the
     same length in all rows.
@@ -103,6 +118,12 @@ def open_dataset(source: Source, inputs: Sequence[InputSpec], cache_dir: Path) -
         )
         return sum(schema.rows for schema in schemas), blocks
 
+    if is_saved(files):
+        schemas, sizes = _read_schemas(source, files, inputs)
+        full = [file for file, schema in zip(files, schemas, strict=True) if schema.rows]
+        mapped = map_columns(cache_dir, full, inputs, sizes)
+        if mapped is not None:
+            return Dataset(mapped)
     return Dataset(make_cached(cache_dir, files, inputs, read))
 
 

@@ -17,11 +17,26 @@ from pathlib import Path
 from trainload.core.errors import StorageError
 from trainload.core.logs import logged_suppress
 from trainload.core.reading import reading
+from trainload.core.storage.open_files import open_bounded
+from trainload.core.storage.places import Where, is_url, local_path
 from trainload.launching.run.run_place import files_of, place_name
+from trainload.packaging.stores.references import is_oci
 
 _log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+
+
+def has_run(where: Where) -> bool:
+    """Return True if there is a run at a path or URL.
+
+    Raises:
+        StorageError: the URL cannot be reached.
+    """
+    if is_url(where):
+        is_plain = "#" not in str(where) and not is_oci(str(where))
+        return is_plain and open_bounded(str(where)).size(RUN_FILE) is not None
+    return (local_path(where) / RUN_FILE).is_file()
 
 
 @dataclass(slots=True)

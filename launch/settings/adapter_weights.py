@@ -15,9 +15,8 @@ from torch import Tensor
 from trainload.autograd_trace.low_rank import LowRank
 from trainload.autograd_trace.randomness.random_key import RandomKey
 from trainload.core.atomic import replacing
-from trainload.launching.checkpoints.load import full_parameters
+from trainload.launching.checkpoints.load import full_parameters, whole_parameter
 from trainload.launching.checkpoints.reader import Checkpoint
-from trainload.launching.checkpoints.sharded_state import MEAN, PARAM
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.tensors.safetensors_file import write_tensors
 
@@ -65,18 +64,21 @@ def merged(
     own = {name for adapter in adapters for name in (adapter.down, adapter.up)}
     adapted = {adapter.weight: adapter for adapter in adapters}
     for name, tensor in full_parameters(checkpoint, mean=mean):
-        if name in own:
-            continue
-        adapter = adapted.get(name)
-        if adapter is None:
-            yield name, tensor
-            continue
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        up, down = (
-            _read_parameter(checkpoint, part, mean=mean).to(wide)
-            for part in (adapter.up, adapter.down)
-        )
-        yield name, (tensor.to(wide) + adapter.scale * (up @ down)).to(tensor.dtype)
+        if name not in own:
+            yield name, with_adapter(checkpoint, tensor, adapted.get(name), mean=mean)
+
+
+def with_adapter(
+    checkpoint: Checkpoint, tensor: Tensor, adapter: LowRank | None, *, mean: bool
+) -> Tensor:
+    """Return a parameter with its adapter, if it has one, merged into it; see `merged`."""
+    if adapter is None:
+        return tensor
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    up, down = (
+        whole_parameter(checkpoint, part, mean=mean).to(wide) for part in (adapter.up, adapter.down)
+    )
+    return (tensor.to(wide) + adapter.scale * (up @ down)).to(tensor.dtype)
 
 
 def write_adapters(
@@ -94,14 +96,6 @@ def write_adapters(
     with replacing(path) as temporary:
         write_tensors(
             temporary,
-            {_PEFT + name: _read_parameter(checkpoint, name, mean=mean) for name in names},
+            {_PEFT + name: whole_parameter(checkpoint, name, mean=mean) for name in names},
         )
     return path
-
-
-def _read_parameter(checkpoint: Checkpoint, name: str, *, mean: bool) -> Tensor:
-    """Return one parameter, in the form of `full_parameters`."""
-    bucket, _ = checkpoint.bucket_of(name)
-    entry = MEAN if mean and MEAN in checkpoint.index.entries[bucket.name] else PARAM
-    shape = checkpoint.shape(name)
-    return checkpoint.parameter_interval(name, entry, 0, math.prod(shape)).reshape(shape)

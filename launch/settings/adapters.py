@@ -1,15 +1,20 @@
-"""Low-rank adapters (Hu et al. 2021) as a setting: which parameters get one, of which rank."""
+"""Low-rank adapters (Hu et al. 2021) as a setting: which parameters get one, of which rank, and the
+values that they begin with.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trainload.core.errors import JobError
+from trainload.core.storage.places import Where, absolute_place
 from trainload.core.suggestions import similar
+from trainload.launching.settings.adapter_names import WEIGHT, source_prefix
 
 if TYPE_CHECKING:
     from trainload.autograd_trace.low_rank import LowRank
@@ -40,6 +45,60 @@ class Adapters(BaseModel):
 
     All others keep their values.
     """
+    source: str | None = None
+    """Folder or URL of an adapter of peft whose A and B the run begins with, which all nodes reach.
+    Rank, layers and alpha are the adapter's.
+    """
+    source_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the source's `adapter_model.safetensors`. Default: that of the file at the launch.
+    """
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.source is None) != (self.source_digest is None):
+            raise ValueError("source and source_digest belong together: see Adapters.from_peft")
+        return self
+
+    @classmethod
+    def from_peft(
+        cls, folder: Where, *, also: Sequence[str] = (), digest: str | None = None
+    ) -> Self:
+        """Return the adapters of a folder that peft has saved, with which a run continues.
+
+        Args:
+            folder: path or URL of a folder with `adapter_config.json` and
+                `adapter_model.safetensors`, which all nodes reach.
+            also: patterns of names of other parameters that are trained.
+            digest: SHA-256 that the weights' file must have; None: any.
+
+        Raises:
+            WeightsError: there is no such adapter, it has another digest, or it is not a plain LoRA
+                adapter of linear layers.
+            StorageError: it cannot be reached.
+
+        >>> Adapters.from_peft("adapter")  # doctest: +SKIP
+        """
+        from trainload.launching.settings.peft_adapter import check_digest, read_adapter
+
+        place = absolute_place(folder)
+        assert place is not None, "a folder is named"
+        adapter = read_adapter(place)
+        if digest is not None:
+            check_digest(adapter, digest, place)
+        if adapter.dropout:
+            warnings.warn(
+                f"{place}: peft trained this adapter with a dropout of {adapter.dropout:g}; a run"
+                " trains it without",
+                stacklevel=2,
+            )
+        return cls(
+            rank=adapter.rank,
+            layers=tuple(f"{module}{WEIGHT}" for module in adapter.modules),
+            alpha=adapter.alpha,
+            also=tuple(also),
+            source=place,
+            source_digest=adapter.digest,
+        )
 
     @property
     def scale(self) -> float:
@@ -55,7 +114,11 @@ class Adapters(BaseModel):
         """
         parameters = {entry.name: entry for entry in manifest.parameters}
         matrices = [entry.name for entry in manifest.parameters if len(entry.shape) == 2]
-        matched = _match_names(self.layers, list(parameters), matrices, "adapters.layers")
+        if self.source is None:
+            matched = _match_names(self.layers, list(parameters), matrices, "adapters.layers")
+        else:
+            prefix = source_prefix(self.layers, parameters.keys())
+            matched = frozenset(f"{prefix}{name}" for name in self.layers)
         tied = {
             entry.alias_of: entry.name
             for entry in manifest.parameters

@@ -31,6 +31,7 @@ from trainload.core.logs import logged_suppress
 from trainload.launching.node.cache import LOCK_SECONDS, make_room, private_folder, use
 from trainload.launching.settings.adapter_weights import first_values
 from trainload.launching.settings.adapters import Adapters
+from trainload.launching.settings.peft_adapter import source_values
 from trainload.packaging.derived import cache_derived
 from trainload.packaging.format.field_types import Option
 from trainload.packaging.format.manifest_records import PassEntry
@@ -84,11 +85,11 @@ def derived_package(package: Package, changes: Changes, seed: int, cache_dir: Pa
         CaptureError: no step graph can be derived from the changed graphs.
         StorageError: the cache cannot be written.
     """
-    adapters = (
-        None
-        if changes.adapters is None
-        else {**changes.adapters.model_dump(mode="json"), "seed": seed}
-    )
+    adapters = None
+    if changes.adapters is not None:
+        # where a source is does not matter, only its digest
+        hidden = {"source"} | ({"source_digest"} if changes.adapters.source is None else set())
+        adapters = {**changes.adapters.model_dump(mode="json", exclude=hidden), "seed": seed}
     request = {"package": package.digest, "adapters": adapters, "precision": changes.precision}
     versions = {"version": [VERSION, DERIVATION], "torch": torch.__version__}
     key = hashlib.sha256(canonical_json({**request, **versions})).hexdigest()[:32]
@@ -163,7 +164,12 @@ def _change_precision(draft: _PackageDraft, precision: Precision) -> None:
 def _add_adapters(draft: _PackageDraft, package: Package, adapters: Adapters, seed: int) -> None:
     chosen = adapters.chosen(package.manifest)
     trained_beside = adapters.trained_beside(package.manifest)
-    draft.values = first_values(chosen, package.manifest, seed)
+    if adapters.source is None or adapters.source_digest is None:
+        draft.values = first_values(chosen, package.manifest, seed)
+    else:
+        draft.values = source_values(
+            adapters.source, adapters.source_digest, chosen, package.manifest
+        )
     for adapter in chosen:
         _check_linear(draft.program, adapter)
     draft.recipe = adapted_recipe(package, chosen, trained_beside)

@@ -124,18 +124,33 @@ def parse_settings(texts: Sequence[str], *, resuming: bool = False) -> GivenSett
             )
         else:
             model[key.field] = _parse_value(key.field_info, text, value)
-    if adapters := values[Adapters]:
+    if "source" in (adapters := values[Adapters]):
+        values[Overrides]["adapters"] = _adapters_from(adapters)
+    elif adapters:
         lacking = [
             f"adapters.{field}"
             for field, info in Adapters.model_fields.items()
             if info.is_required() and field not in adapters
         ]
+        if "source_digest" in adapters:
+            lacking = ["adapters.source"]
         if lacking:
             raise RequestError(
                 f"{' and '.join(lacking)} must be set as well", where="--set adapters"
             )
         values[Overrides]["adapters"] = Adapters(**adapters)
     return GivenSettings(values[RunSettings], Overrides(**values[Overrides]), values[BatchSettings])
+
+
+def _adapters_from(fields: Mapping[str, Any]) -> Adapters:
+    """Return the adapters of a source, from the fields that were set."""
+    if own := sorted(fields.keys() & {"rank", "layers", "alpha"}):
+        raise RequestError(
+            f"adapters.{own[0]} is the source's, and cannot be set as well", where="--set adapters"
+        )
+    return Adapters.from_peft(
+        fields["source"], also=fields.get("also", ()), digest=fields.get("source_digest")
+    )
 
 
 def _check_allowed(key: Key | None, name: str, text: str, *, resuming: bool) -> None:

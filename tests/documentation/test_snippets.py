@@ -1,7 +1,7 @@
 """Every Python example of README.md and docs/ runs unchanged, except for the number of steps.
 
 The examples of capture.md, graphs.md and variants.md in docs/guides/, which state their results,
-have their own tests, and so have the tutorials.
+have their own tests, and so have hub.md, which needs a server, and the tutorials.
 """
 
 from __future__ import annotations
@@ -88,7 +88,12 @@ left = inputs = targets = torch.zeros(4, 8)
     "docs/guides/watching.md": "",
 }
 ON_RAY = ("README.md", "docs/guides/adapters.md", "docs/guides/data.md")
-OTHERS = {"docs/guides/capture.md", "docs/guides/graphs.md", "docs/guides/variants.md"}
+OTHERS = {
+    "docs/guides/capture.md",
+    "docs/guides/graphs.md",
+    "docs/guides/hub.md",
+    "docs/guides/variants.md",
+}
 
 
 def run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

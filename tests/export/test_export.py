@@ -343,7 +343,7 @@ def test_a_package_without_a_predict_graph_says_which_it_has(
         ({"graph": "train"}, "a training graph cannot be exported"),
         ({"graph": "critic"}, "no such graph (expected eval, predict, got critic)"),
         ({"variant": "short"}, "no such variant (expected only the first variant, got short)"),
-        ({"to": "onnx"}, "expected pt2, aoti, huggingface"),
+        ({"to": "tflite"}, "expected pt2, aoti, huggingface"),
         ({"part": "first"}, "only weights can be exported in part"),
         ({"device": "tpu"}, "expected cpu or cuda, got tpu"),
     ],

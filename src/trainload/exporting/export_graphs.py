@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -37,12 +37,21 @@ from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.core.storage.places import path_here
 from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import VERSION
+from trainload.exporting.onnx_model import check_onnx, load_onnx, write_onnx
+from trainload.exporting.peft_folder import check_peft_folder, write_peft_folder
+from trainload.exporting.state_files import (
+    check_dcp,
+    check_state_file,
+    write_dcp,
+    write_state_file,
+)
 from trainload.exporting.weights_folder import (
     check_folder,
     contents_of,
     transformers_part,
     write_folder,
 )
+from trainload.launching.api.run_weights import RunWeights, read_run_weights
 from trainload.packaging.format.package_files import check_new_folder, new_file, new_folder, walk
 from trainload.packaging.graphs.graph_json import serialisable_values
 from trainload.packaging.graphs.graph_replacement import with_graph
@@ -50,12 +59,15 @@ from trainload.packaging.package import Package, check_weights
 
 __all__ = ["Exported", "Kind", "export"]
 
-Kind = Literal["pt2", "aoti", "huggingface"]
+Kind = Literal["pt2", "aoti", "huggingface", "onnx", "safetensors", "dcp", "peft"]
+GraphKind = Literal["pt2", "aoti", "onnx"]
+WEIGHTS_ONLY = ("huggingface", "safetensors", "dcp", "peft")
 NOTE = "trainload.json"
-"""Name of the note: an extra file of a .pt2, or metadata of an AOTInductor package."""
+"""Name of the note: an extra file of a .pt2, or metadata of a compiled graph or an ONNX model."""
 _COMPILED = 10.0
 """Factor on the graph's tolerance for compiled code, which sums in another order."""
-_SUFFIX = ".pt2"
+_SUFFIXES = {"pt2": ".pt2", "aoti": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
+"""Suffixes that the files need; the other kinds are folders."""
 _SEED = 20_240_229
 
 Call = Callable[[dict[str, Tensor]], Sequence[Tensor]]
@@ -102,7 +114,7 @@ class Exported:
 @one_at_a_time
 @neutrally
 def export(
-    package: Package,
+    package: Package | str | Path,
     path: str | Path,
     *,
     to: Kind,
@@ -110,6 +122,7 @@ def export(
     variant: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
     part: str | None = None,
+    step: int | None = None,
     check: bool = True,
 ) -> Exported:
     """Export a graph with the package's weights, or only the weights, for use without trainload.
@@ -117,23 +130,28 @@ def export(
     See docs/guides/export.md.
 
     Args:
-        package: the package; after training, the output of `launch`.
-        path: a path that does not exist: a file whose name ends in .pt2, or for "huggingface" a
-            folder.
+        package: the package; or the folder or URL of a run, whose checkpoint is exported.
+        path: a path that does not exist: a file whose name ends in .pt2, .onnx or .safetensors, or
+            for "huggingface", "dcp" and "peft" a folder.
         to: "pt2": torch.export's archive, for torch.export.load. "aoti": compiled by AOTInductor,
-            for torch._inductor.aoti_load_package. "huggingface": safetensors, with the
-            configuration and tokenizer from the package's assets.
+            for torch._inductor.aoti_load_package. "onnx": an ONNX model. "huggingface":
+            safetensors, with the configuration and tokenizer from the package's assets.
+            "safetensors": one file. "dcp": a checkpoint for torch.distributed.checkpoint.load.
+            "peft": the adapters of a run, for peft.PeftModel.from_pretrained.
         graph: name of a graph other than a training graph; None: "predict".
         variant: variant of the graph; None: the first.
         device: device of the exported graph; None: "cpu".
-        part: for "huggingface", the module of the job's model whose weights are exported, such as
+        part: for weights, the module of the job's model whose weights are exported, such as
             "student"; None: the transformers model if the package has one, otherwise everything.
+        step: for a run, the number of updates of the checkpoint; None: the newest one.
         check: if True, open the export and compare it: a graph with the package's own on synthetic
             batches of two sizes, weights bit for bit.
 
     Raises:
         PackageError: the package has no such graph or module, is abstract, or the graph cannot be
             exported: the message says why.
+        RequestError: the run has no such checkpoint.
+        CheckpointError: the checkpoint is damaged.
         ClusterError: there is no GPU here.
         StorageError: the path is taken or cannot be written.
 
@@ -142,7 +160,6 @@ def export(
         logits, *_ = torch.export.load("gpt.pt2").module()({"tokens": tokens})
     """
     path = path_here(path)
-    check_weights(package)
     if to not in get_args(Kind):
         raise PackageError(
             "unknown export format",
@@ -151,39 +168,60 @@ def export(
             got=repr(to),
             hint=did_you_mean(str(to), get_args(Kind)),
         )
-    if to == "huggingface":
+    run = None
+    if not isinstance(package, Package):
+        run = read_run_weights(package, step)
+        package = run.package
+    elif step is not None:
+        raise PackageError("a package has no steps", where="step", hint="Name a run.")
+    check_weights(package)
+    if to in WEIGHTS_ONLY:
         graph_options = {"graph": graph, "variant": variant, "device": device}
         if useless := [name for name, value in graph_options.items() if value is not None]:
             raise PackageError(
                 "an export of weights contains no graph",
                 where=", ".join(useless),
-                hint="Omit it, or choose pt2 or aoti.",
+                hint="Omit it, or choose pt2, aoti or onnx.",
             )
+        _check_suffix(path, to)
         check_new_folder(path)
-        return _export_weights(package, path, part, check)
+        if to == "peft":
+            return _export_adapters(package, run, path, part, check)
+        return _export_weights(package, path, to, part, check)
     if part is not None:
         raise PackageError(
             "only weights can be exported in part",
             where="part",
-            hint='Omit it, or choose "huggingface".',
+            hint='Omit it, or choose "huggingface", "safetensors" or "dcp".',
         )
-    if path.suffix != _SUFFIX:
-        raise PackageError(
-            "torch cannot open a file with this name",
-            where=str(path),
-            expected=f"a name that ends in {_SUFFIX}",
-            got=path.name,
-        )
+    _check_suffix(path, to)
     check_new_folder(path)
     capture = package.captured(_graph_name(package, graph, variant))
     target = _device(device or "cpu")
+    if to == "onnx" and target.type != "cpu":
+        raise PackageError(
+            "an ONNX model is for no device: its runtime chooses one",
+            where="device",
+            got=device or "",
+        )
     if to == "aoti" and not has_cpp_compiler():
         raise PackageError(
             "there is no C++ compiler here, and AOTInductor needs one",
             where="aoti",
             hint="Install g++ or clang++.",
         )
-    return _export_graph(package, path, capture, "pt2" if to == "pt2" else "aoti", target, check)
+    return _export_graph(package, path, capture, cast(GraphKind, to), target, check)
+
+
+def _check_suffix(path: Path, to: Kind) -> None:
+    suffix = _SUFFIXES.get(to)
+    if suffix is not None and path.suffix != suffix:
+        raise PackageError(
+            "the file would not be recognised by this name",
+            where=str(path),
+            expected=f"a name that ends in {suffix}",
+            got=path.name,
+        )
 
 
 def _graph_name(package: Package, graph: str | None, variant: str | None) -> str:
@@ -240,22 +278,58 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _export_weights(package: Package, path: Path, part: str | None, check: bool) -> Exported:
+def _export_weights(
+    package: Package, path: Path, to: Kind, part: str | None, check: bool
+) -> Exported:
     module = part if part is not None else transformers_part(package) or ""
     contents = contents_of(package.manifest, module)
+    if to == "safetensors":
+        with new_file(path) as file:
+            write_state_file(file, package, contents)
+            if check:
+                check_state_file(file, package, contents)
+        return _weights_exported(path, to)
     with new_folder(path) as root:
-        write_folder(root, package, contents, _origin(package))
+        if to == "dcp":
+            write_dcp(root, package, contents)
+            if check:
+                check_dcp(root, package, contents)
+        else:
+            write_folder(root, package, contents, _origin(package))
+            if check:
+                check_folder(root, package, contents)
+    return _weights_exported(path, to)
+
+
+def _export_adapters(
+    package: Package, run: RunWeights | None, path: Path, part: str | None, check: bool
+) -> Exported:
+    if part is not None:
+        raise PackageError("adapters are exported whole", where="part", hint="Omit it.")
+    if run is None:
+        raise PackageError(
+            "a package has no adapters: those of a run are merged into its output",
+            where="to",
+            got="peft",
+            hint="Name the folder of the run: trainload export RUN --to peft.",
+        )
+    with new_folder(path) as root:
+        write_peft_folder(root, run, _origin(package))
         if check:
-            check_folder(root, package, contents)
-    sizes = [status.st_size for _, status in walk(path)]
-    return Exported(path, "huggingface", "", "", {}, (), (), {}, None, len(sizes), sum(sizes))
+            check_peft_folder(root, run)
+    return _weights_exported(path, "peft")
+
+
+def _weights_exported(path: Path, to: Kind) -> Exported:
+    sizes = [status.st_size for _, status in walk(path)] if path.is_dir() else [path.stat().st_size]
+    return Exported(path, to, "", "", {}, (), (), {}, None, len(sizes), sum(sizes))
 
 
 def _export_graph(
     package: Package,
     path: Path,
     capture: GraphCapture,
-    to: Literal["pt2", "aoti"],
+    to: GraphKind,
     device: torch.device,
     check: bool,
 ) -> Exported:
@@ -265,10 +339,12 @@ def _export_graph(
         capture.exported.graph_module,
         {name: entry.distribution for name, entry in package.manifest.op_libraries.items()},
     )
-    batches = _batches(capture, needed=check or to == "aoti")
+    batches = _batches(capture, needed=check or to != "pt2")
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
         original, program = _plain_program(package, capture, device)
+        if to == "onnx":
+            check_onnx(program, where, compared=check)
         if batches:
             program.example_inputs = (
                 ({key: value.to(device) for key, value in batches[0].items()},),
@@ -296,9 +372,11 @@ def _export_graph(
                 if to == "pt2":
                     with serialisable_values(program.graph_module):
                         torch.export.save(program, place, extra_files={NOTE: text})
+                elif to == "onnx":
+                    write_onnx(program, place, list(inputs), outputs, {NOTE: text}, where)
                 else:
                     compile_ahead(program, place, {NOTE: text})
-            except OSError:
+            except (OSError, PackageError):
                 raise
             except Exception as error:  # torch's compiler may raise anything
                 raise PackageError(
@@ -378,7 +456,7 @@ def _difference(
     capture: GraphCapture,
     reference: _ReferenceGraph,
     file: Path,
-    to: Literal["pt2", "aoti"],
+    to: GraphKind,
     device: torch.device,
     batches: Sequence[Mapping[str, Tensor]],
 ) -> float | None:
@@ -388,8 +466,8 @@ def _difference(
     Raises:
         PackageError: the difference is too large, or torch cannot open the export.
     """
-    if to == "aoti" and draws(capture):
-        return None  # compiled code draws other random numbers
+    if to != "pt2" and draws(capture):
+        return None  # other code draws other random numbers
     where = f"graph {capture.name}"
     buffers: Mapping[str, Tensor] = {}
     call: Call
@@ -397,16 +475,18 @@ def _difference(
         if to == "pt2":
             loaded = torch.export.load(file).module()  # noqa: TID251  # this process has just written it
             buffers, call = dict(loaded.named_buffers()), loaded
+        elif to == "onnx":
+            call = load_onnx(file, [spec.name for spec in capture.outputs])
         else:
             compiled = load_ahead(file)
             call = lambda batch: compiled(**batch)  # noqa: E731  # parallel to the other branch
     except Exception as error:  # torch's loader may raise anything
         raise PackageError(
-            f"torch {torch.__version__} cannot open the exported file: {raised(error)}",
+            f"the exported file cannot be opened: {raised(error)}",
             where=where,
             got=to,
         ) from error
-    tolerance = tolerance_of(capture) * (_COMPILED if to == "aoti" else 1.0)
+    tolerance = tolerance_of(capture) * (1.0 if to == "pt2" else _COMPILED)
     worst = 0.0
     for seed, batch in enumerate(batches, _SEED):
         with replaying(False, seed):

@@ -24,6 +24,7 @@ from trainload.packaging.stores.releases import Pointer, ReleaseState
 from trainload.packaging.stores.store import Store
 from trainload.packaging.stores.stored_builds import BuildPushReport
 from trainload.packaging.stores.stored_builds import push_build as push_build_to_store
+from trainload.publishing.hub import HubPullReport, HubPushReport, is_hub, pull_hub, push_hub
 
 __all__ = ["Store", "gc", "promote", "pull", "push", "push_build", "releases"]
 
@@ -42,15 +43,15 @@ def push(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
     on_wait: Callable[[str], None] = lambda _text: None,
-) -> PushReport | OciPushReport:
-    """Publish a package in a store or registry.
+) -> PushReport | OciPushReport | HubPushReport:
+    """Publish a package in a store, a registry, or a repository of the Hugging Face Hub.
 
     Only missing files are sent, so a repeated push resumes.
 
     Args:
         package: the package's folder.
         store: a folder or fsspec URL (a store is created if it is empty), STORE#LINE, or
-            oci://HOST/NAME:TAG.
+            oci://HOST/NAME:TAG, or hf://OWNER/NAME for a commit to the Hub (docs/hub.md).
         line: name of the line. None: the store's only line, or "main" in an empty store.
         promote: if True, the release becomes the line's current one.
         only_if: promote only if this release is current now ("none": if none is); otherwise the
@@ -75,6 +76,14 @@ def push(
         print(report.sent_bytes)
         trainload.push("gpt.tl", "s3://models/gpt", line="nightly", promote=False)
     """
+    if is_hub(store):
+        if line is not None or not promote or only_if is not None or rejected is not None or facts:
+            raise StorageError(
+                "a repository of the Hub has commits, but no lines or releases",
+                where=str(store),
+                hint="Pass only a message, or use a store.",
+            )
+        return push_hub(path_here(package), str(store), message=message, debug=debug)
     if is_oci(store):
         if line is not None or not promote or only_if is not None or rejected is not None or facts:
             raise StorageError(
@@ -157,14 +166,15 @@ def pull(
     reuse: Sequence[str | Path] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
-) -> PullReport:
-    """Pull a package from a store or registry.
+) -> PullReport | HubPullReport:
+    """Pull a package from a store, a registry, or a repository of the Hugging Face Hub.
 
     Every byte is compared with its digest before the package appears. Files that sibling packages
     of `path` have already are not fetched.
 
     Args:
-        store: a folder or fsspec URL, STORE#LINE, STORE#LINE/RELEASE, or oci://HOST/NAME:TAG.
+        store: a folder or fsspec URL, STORE#LINE, STORE#LINE/RELEASE, oci://HOST/NAME:TAG, or
+            hf://OWNER/NAME@REVISION.
         path: the package to write; a folder that does not exist.
         line: name of the line. None: the store's only line.
         release: number of the release, or "latest". None: the current release.
@@ -183,6 +193,14 @@ def pull(
         report = trainload.pull("s3://models/gpt", "gpt.tl", release="latest")
         print(report.release, report.fetched_bytes)
     """
+    if is_hub(store):
+        if line is not None or release is not None:
+            raise StorageError(
+                "a repository of the Hub has commits, but no lines or releases",
+                where=str(store),
+                hint="Specify a revision: hf://OWNER/NAME@REVISION.",
+            )
+        return pull_hub(str(store), path_here(path), on_progress=on_progress)
     if is_oci(store):
         if line is not None or release is not None:
             raise StorageError(

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from tests.house.settings_page import PAGE, with_tables
+from tests.launch.settings.peft_folders import adapter_folder
 
 import trainload
 from trainload.cli import main as cli
@@ -45,13 +46,15 @@ VALUES = {
 
 def given(*keys: str) -> list[str]:
     """Return an assignment for each key, and for the keys that it requires."""
-    needed = (
-        {"adapters.rank", "adapters.layers"}
-        if any(key.startswith("adapters.") for key in keys)
-        else set()
-    )
+    values, needed = dict(VALUES), set[str]()
+    if any(key.startswith("adapters.source") for key in keys):
+        folder, digest = adapter_folder()
+        values |= {"adapters.source": folder, "adapters.source_digest": digest}
+        needed = {"adapters.source"}
+    elif any(key.startswith("adapters.") for key in keys):
+        needed = {"adapters.rank", "adapters.layers"}
     return [
-        f"{key.replace('GROUP', 'head')}={VALUES.get(key, '3')}" for key in sorted({*keys, *needed})
+        f"{key.replace('GROUP', 'head')}={values.get(key, '3')}" for key in sorted({*keys, *needed})
     ]
 
 

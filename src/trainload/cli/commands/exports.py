@@ -13,19 +13,38 @@ from trainload.cli.commands import shared
 from trainload.cli.commands.shared import (
     LocalPath,
     OneOf,
-    any_package_argument,
+    Place,
     json_option,
     located,
     out,
     print_json,
 )
 from trainload.cli.view import tables as view
+from trainload.core.storage.places import is_url, local_path
 
-_SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
+_SUFFIXES = {
+    "pt2": ".pt2",
+    "aoti": ".aoti.pt2",
+    "onnx": ".onnx",
+    "huggingface": "-huggingface",
+    "safetensors": ".safetensors",
+    "dcp": "-dcp",
+    "peft": "-peft",
+}
 
 
-@click.command(short_help="Export to plain torch.")
-@any_package_argument
+def _run_of(source: str) -> tuple[str | None, int | None]:
+    """Return the run that an argument names, and the step; None for a package."""
+    from trainload.launching.run.run_directory import has_run
+
+    place, at, step = source.rpartition("@")
+    if at and step.isdecimal() and has_run(place):
+        return place, int(step)
+    return (source, None) if has_run(source) else (None, None)
+
+
+@click.command(short_help="Write it for plain torch.")
+@click.argument("source", metavar="PKG|RUN[@STEP]", type=Place())
 @click.option("--to", required=True, type=OneOf(list(_SUFFIXES)), help="Format to write.")
 @click.option(
     "-o",
@@ -37,11 +56,13 @@ _SUFFIXES = {"pt2": ".pt2", "aoti": ".aoti.pt2", "huggingface": "-huggingface"}
 @click.option("--graph", metavar="NAME", help="Graph to export. Default: predict.")
 @click.option("--variant", metavar="NAME", help="Variant of the graph. Default: the first.")
 @click.option("--device", type=OneOf(["cpu", "cuda"]), help="Device of the graph. Default: cpu.")
-@click.option("--part", metavar="MODULE", help="Module to export weights of (huggingface).")
+@click.option(
+    "--part", metavar="MODULE", help="Module whose weights are exported, without a graph."
+)
 @click.option("--check/--no-check", default=True, help="Load the result and compare it with PKG.")
 @json_option
 def export(
-    package: str,
+    source: str,
     to: str,
     output: Path | None,
     graph: str | None,
@@ -51,15 +72,23 @@ def export(
     check: bool,
     as_json: bool,
 ) -> None:
-    """Write the model of a package, with its weights, for use without trainload.
+    """Write the model of a package or a run's checkpoint for use without trainload.
 
     pt2: for torch.export.load. aoti: compiled, for torch's loader of AOTInductor packages.
     huggingface: a folder of safetensors, with config.json and tokenizer if the package has them.
+    safetensors: one file. dcp: for torch.distributed.checkpoint. peft: the adapters of a run.
     """
-    source, folder = located(package)
-    if source is not None and output is None:
-        raise click.UsageError(f"{package} is in a store: pass --output.")
-    opened = shared.open_package(folder)
+    run, step = _run_of(source)
+    package: Any = run
+    if run is None:
+        stored, folder = located(source)
+        if stored is not None and output is None:
+            raise click.UsageError(f"{source} is in a store: pass --output.")
+        package = shared.open_package(folder)
+    elif is_url(run) and output is None:
+        raise click.UsageError(f"{source} is a URL: pass --output.")
+    else:
+        folder = local_path(run)
     from trainload.exporting.export_graphs import Kind
     from trainload.exporting.export_graphs import export as write
 
@@ -71,13 +100,14 @@ def export(
     # compilers print
     with redirect_stdout(sys.stderr), shared.working("exporting"):
         exported = write(
-            opened,
+            package,
             path,
             to=cast(Kind, to),
             graph=graph,
             variant=variant,
             device=cast(Literal["cpu", "cuda"] | None, device),
             part=part,
+            step=step,
             check=check,
         )
     if as_json:

@@ -59,7 +59,7 @@ def push(
 ) -> None:
     """Publish a package as a release, or a build. Only files that the store lacks are sent.
 
-    STORE is a folder, a URL such as s3://bucket/folder, or oci://HOST/NAME:TAG.
+    STORE is a folder, a URL such as s3://bucket/folder, oci://HOST/NAME:TAG, or hf://OWNER/NAME.
     An interrupted push continues where it stopped.
     """
     if reject is not None and (promote or only_if is not None):
@@ -70,6 +70,7 @@ def push(
     from trainload.packaging.builds.build_folder import is_build
     from trainload.packaging.stores.push import PushReport
     from trainload.publishing import stores
+    from trainload.publishing.hub import HubPushReport
 
     if is_build(package):
         if line is not None or promote is not None or only_if or reject or message or fact:
@@ -92,8 +93,8 @@ def push(
             on_progress=transfer,
             on_wait=transfer.say,
         )
-    if as_json:
-        print_json(report)
+    if as_json or isinstance(report, HubPushReport):
+        show_record(report, as_json)
         return
     rows: list[tuple[str, Any]] = [("store", report.store)]
     if isinstance(report, PushReport):
@@ -141,13 +142,14 @@ def pull(
     without_debug: bool,
     as_json: bool,
 ) -> None:
-    """Fetch a release as a package: STORE, STORE#LINE or STORE#LINE/N. Every file is checked
-    against its digest.
+    """Fetch a release as a package: STORE, STORE#LINE, STORE#LINE/N or hf://OWNER/NAME@REVISION.
+    Every file is checked against its digest.
 
     Files that packages in the folder of PKG already have are linked, not fetched.
     """
     check_supported_torch()
     from trainload.publishing import stores
+    from trainload.publishing.hub import HubPullReport
 
     with Transfer("pull") as transfer:
         report = stores.pull(
@@ -159,8 +161,8 @@ def pull(
             reuse=reuse,
             on_progress=transfer,
         )
-    if as_json:
-        print_json(report)
+    if as_json or isinstance(report, HubPullReport):
+        show_record(report, as_json)
         return
     rows: list[tuple[str, Any]] = [
         ("package", str(report.path)),

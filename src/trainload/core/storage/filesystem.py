@@ -11,7 +11,7 @@ import fsspec
 from trainload.core.credentials import resolve, resolve_options, without_secrets
 from trainload.core.errors import StorageError
 
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "hf": "hub"}
 
 VERSION_KEYS = (
     "ETag",
@@ -76,6 +76,9 @@ def failures() -> tuple[type[BaseException], ...]:
         ("azure.core.exceptions", "AzureError"),
         ("gcsfs.retry", "HttpError"),
         ("google.auth.exceptions", "GoogleAuthError"),
+        # huggingface_hub's client of HTTP, in its present and its earlier versions
+        ("httpx2", "HTTPError"),
+        ("httpx", "HTTPError"),
     )
     loaded = (getattr(sys.modules.get(module), name, None) for module, name in qualified_names)
     return (OSError, TimeoutError, *(kind for kind in loaded if isinstance(kind, type)))
