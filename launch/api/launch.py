@@ -49,7 +49,8 @@ from trainload.launching.run.run_spec import (
 from trainload.launching.run.working_copy import RunFiles, forget_requests, working_copy
 from trainload.launching.settings.options import takes_options
 from trainload.launching.settings.run_settings import RunSettings
-from trainload.launching.sinks.sink import check_sink_libraries, check_sinks, open_sinks
+from trainload.launching.sinks.installed_sinks import check_sink_libraries, check_sinks
+from trainload.launching.sinks.sink import open_sinks
 from trainload.launching.worker.trial import Trial, try_out
 from trainload.packaging.package import Package
 from trainload.packaging.signatures.policy import find_policies
@@ -395,7 +396,7 @@ def _drive(spec: RunSpec, on_event: Callable[[Event], None], *, new: bool) -> It
             forget_requests(run_dir)
         with (
             driving(run_dir, publication) as check_driver,
-            open_sinks(spec.sinks, run_dir, on_event) as tell,
+            open_sinks(spec.sinks, run_dir, on_event, new=new) as tell,
         ):
             folder.is_kept = True
             try:

@@ -36,7 +36,7 @@ from trainload.launching.run.run_directory import RUN_FILE
 from trainload.launching.run.run_spec import RunSpec, at_place, check_new_run, read_spec
 from trainload.launching.run.working_copy import viewed, working_copy
 from trainload.launching.settings.run_settings import RunSettings, Settings
-from trainload.launching.sinks.sink import check_sink_libraries, check_sinks
+from trainload.launching.sinks.installed_sinks import check_sink_libraries, check_sinks
 from trainload.packaging.libraries.op_libraries import Libraries
 from trainload.packaging.package import Package, check_weights
 from trainload.packaging.signatures.policy import find_policies

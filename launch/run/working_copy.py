@@ -42,6 +42,8 @@ KEPT_FILE = ".unpublished"
 """Marks a working copy that may have records which are not at its URL; see `publication`."""
 SINK_FILE = "mlflow-run"
 """A file by which a resumed run finds its run in MLflow."""
+SINK_PREFIX = "sink-"
+"""Beginning of the names of files of sinks that a resumed run needs."""
 _REQUESTS = frozenset(REQUEST_FILES)
 _COPIED = frozenset({RUN_FILE, STATE_FILE, SINK_FILE}) | _REQUESTS
 _MOST_BYTES = 2**28
@@ -245,7 +247,8 @@ class RunFiles:
                 file.writelines(files.receive(JOURNAL, size) if size else ())
 
     def _copy_files(self, files: StoreFiles) -> None:
-        names = _COPIED & set(files.names(""))
+        there = files.names("")
+        names = {each for each in there if each in _COPIED or each.startswith(SINK_PREFIX)}
         for name in _REQUESTS - names:
             (self.folder / name).unlink(missing_ok=True)
         for name in sorted(names):

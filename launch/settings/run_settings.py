@@ -21,7 +21,10 @@ from trainload.launching.settings.overrides import LAW, Overrides
 MAX_STEPS = 2**53 - 1
 """Largest integer that JSON readers are sure to keep exactly."""
 _MAX_ROWS = 2**31 - 1
-SinkName = Literal["tensorboard", "mlflow", "prometheus"]
+SinkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+"""Name of an entry point of the group `trainload.sinks`; the machine of the driver knows which
+there are.
+"""
 Weights = Literal["mean", "last"]
 
 
@@ -130,9 +133,11 @@ class RunSettings(EvaluationSettings):
     form differs.
     """
     sinks: Sequence[SinkName] = ()
-    """Destinations of metrics beside the journal: `tensorboard` (files in the run's folder),
-    `mlflow` (`MLFLOW_TRACKING_URI`), `prometheus` (the endpoints of the Ray cluster). Each needs
-    the extra of its name; one that is unavailable only causes a warning.
+    """Destinations of metrics beside the journal (docs/trackers.md): `tensorboard` (files in the
+    run's folder), `mlflow` (`MLFLOW_TRACKING_URI`), `wandb` (Weights & Biases), `opentelemetry` (an
+    OTLP collector), `prometheus` (the endpoints of the Ray cluster), or a sink of another installed
+    distribution. Each of ours needs the extra of its name. A run whose sink fails continues, with a
+    warning.
     """
     statistics: Annotated[int | None, SettingInfo(unit="updates")] = Field(default=None, ge=1)
     """Updates between two samples of statistics by module (activations, gradients, updates over

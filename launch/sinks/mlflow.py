@@ -12,9 +12,9 @@ from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
 from trainload.core.errors import StorageError, first_line
-from trainload.launching.run.run_spec import read_spec
 from trainload.launching.run.working_copy import SINK_FILE
 from trainload.launching.sinks.protocol import Outcome
+from trainload.launching.sinks.run_parameters import parameters_of
 
 EXPERIMENT = "trainload"
 _MAX_PER_REQUEST = 500
@@ -53,19 +53,9 @@ class Mlflow:
             )
             self._run = self._client.create_run(number, run_name=run_dir.name).info.run_id
             run_file.write_text(self._run + "\n")
-            spec = read_spec(run_dir)
-            described = {
-                "package": spec.digest,
-                "steps": spec.steps,
-                "strategy": spec.plan.strategy,
-                "global_batch": spec.plan.global_batch,
-            }
-            described |= {
-                f"set.{name}": value
-                for name, value in spec.overrides.model_dump(exclude_defaults=True).items()
-            }
             self._client.log_batch(
-                self._run, params=[Param(name, str(value)) for name, value in described.items()]
+                self._run,
+                params=[Param(name, str(value)) for name, value in parameters_of(run_dir).items()],
             )
         except MlflowException as error:
             raise StorageError(

@@ -25,11 +25,10 @@ from trainload.launching.sinks.measures import (
     METRIC,
     OF_TEXTS,
     RUNNING,
-    STEP,
     STEPS,
     TAGS,
     Measure,
-    measure_of,
+    measured,
 )
 from trainload.launching.sinks.protocol import Outcome
 
@@ -84,15 +83,8 @@ class Prometheus:
         self._thread.start()
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        for name, value in values.items():
-            target = measure_of(name)
-            if target is not None:
-                self._record(target[0], value, target[1])
-        if "loss" in values:
-            self._record(STEP, float(step))
-        if "checkpoint/bytes" in values:
-            self._record(CHECKPOINT_STEP, float(step))
-            self._record(CHECKPOINT_TIME, time)
+        for measure, own, value in measured(values, step, time):
+            self._record(measure, value, own)
 
     def text(self, kind: str, message: str, step: int, time: float) -> None:
         if kind in self._counts:

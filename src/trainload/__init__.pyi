@@ -70,6 +70,8 @@ from .launching.run.result import RunResult as RunResult
 from .launching.settings.adapters import Adapters as Adapters
 from .launching.settings.overrides import Overrides as Overrides
 from .launching.settings.run_settings import RunSettings as RunSettings
+from .launching.sinks.protocol import EventSink as EventSink
+from .launching.sinks.protocol import Sink as Sink
 from .packaging.package import Package as Package
 from .passes import Pass as Pass
 from .publishing.stores import Store as Store

@@ -47,6 +47,8 @@ RELEASES = """
 trainload.push("gpt.tl", "models/gpt", line="main", message="first")
 """
 BEFORE = {
+    "EventSink": "from collections.abc import Mapping",
+    "Sink": "from collections.abc import Mapping",
     "Diagnosis": RUN,
     "EvaluationResult": ON_WORKERS,
     "Graph": """

@@ -232,7 +232,7 @@ def test_the_example_of_the_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt.tl").symlink_to(package.path)
-    (example,) = python_blocks("docs/hub.md")
+    (example,) = python_blocks("docs/guides/hub.md")
     exec(example, {})
     assert trainload.open("copy.tl").digest == package.digest
 

@@ -51,7 +51,7 @@ def push(
     Args:
         package: the package's folder.
         store: a folder or fsspec URL (a store is created if it is empty), STORE#LINE, or
-            oci://HOST/NAME:TAG, or hf://OWNER/NAME for a commit to the Hub (docs/hub.md).
+            oci://HOST/NAME:TAG, or hf://OWNER/NAME for a commit to the Hub (docs/guides/hub.md).
         line: name of the line. None: the store's only line, or "main" in an empty store.
         promote: if True, the release becomes the line's current one.
         only_if: promote only if this release is current now ("none": if none is); otherwise the
