@@ -77,11 +77,28 @@ _LOG_VARIABLE = "TRAINLOAD_LOG_LEVEL"
     cls=Overview, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80}
 )
 @click.version_option(
-    trainload.__version__, prog_name="trainload", message="%(prog)s %(version)s", help=""
+    trainload.__version__,
+    prog_name="trainload",
+    message="%(prog)s %(version)s",
+    help="Show the version and exit.",
 )
-@click.option("--library", multiple=True, metavar="NS=MODULE", help="")
-@click.option("--trust-extensions", is_flag=True, help="")
-@click.option("--policy", type=LocalPath(), metavar="FILE", help="")
+@click.option(
+    "--library",
+    multiple=True,
+    metavar="NS=MODULE",
+    help="Allow the operators of the namespace NS, and import MODULE, which defines them.",
+)
+@click.option(
+    "--trust-extensions",
+    is_flag=True,
+    help="Allow the operator libraries that packages bundle. Their code is run.",
+)
+@click.option(
+    "--policy",
+    type=LocalPath(),
+    metavar="FILE",
+    help="Policy that packages must satisfy, in addition to those of the machine.",
+)
 @click.pass_context
 def commands(
     context: click.Context, library: tuple[str, ...], trust_extensions: bool, policy: Path | None

@@ -77,7 +77,10 @@ class Overview(click.Group):
         formatter.write(f"{self.help}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options as one paragraph, then the commands."""
+        """Write the names of the options as one paragraph, then the commands.
+
+        The reference of the command line has the options' descriptions.
+        """
         options = [
             param
             for param in self.get_params(ctx)
@@ -86,13 +89,9 @@ class Overview(click.Group):
         usages = [
             " ".join((each.opts[0], *((each.metavar,) if each.metavar else ()))) for each in options
         ]
-        descriptions = [
-            f"{name} ({each.help})" if each.help else name
-            for name, each in zip(usages, options, strict=True)
-        ]
         formatter.write(
             textwrap.fill(
-                f"Options: {', '.join(descriptions)}",
+                f"Options: {', '.join(usages)}",
                 _WIDTH,
                 subsequent_indent="  ",
                 break_on_hyphens=False,
