@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.documentation.page_runner import blocks, missing_lines, pages, run_page
 from tests.documentation.small_job import PACKAGE, ROWS, run_examples
+from tests.packaging.places import BUCKET, KEYS, s3_server
 
 TUTORIALS = pages("tutorials")
 HOW_TOS = pages("how-to")
@@ -41,8 +43,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("page", TUTORIALS, ids=[page.stem for page in TUTORIALS])
-def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    assert run_page(page, tmp_path) == len(blocks(page))
+def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        if "$BUCKET" in page.read_text():
+            server = stack.enter_context(s3_server())
+            bucket = {**KEYS, "AWS_ENDPOINT_URL": server, "BUCKET": f"s3://{BUCKET}"}
+            for name, value in bucket.items():
+                monkeypatch.setenv(name, value)
+        assert run_page(page, tmp_path) == len(blocks(page))
 
 
 @pytest.mark.slow
