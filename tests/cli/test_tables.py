@@ -29,7 +29,16 @@ def folder(tiny: Package, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables") / "-".join(["a-folder-with-a-long-name"] * 3)
     folder.mkdir()
     data = write_rows(folder / "rows.npz", 64)
-    words = ["launch", tiny.path, "--data", data, "--eval-data", data, "--backend", "local"]
+    words: list[str | Path] = [
+        "launch",
+        tiny.path,
+        "--data",
+        data,
+        "--eval-data",
+        data,
+        "--backend",
+        "local",
+    ]
     options = ["--steps", "4", "--no-compile", "--run-dir", "runs/one", "--output", "trained.tl"]
     json_said(*words, *options, cwd=folder)
     trainload.push(tiny.path, str(folder / "store"), message="the first")
