@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainload.core.errors import ClusterError
+from trainload.core.processes import termination_signals_ignored
 from trainload.launching.node.process_groups import leave_groups
 from trainload.sharding.planner.device import DeviceProfile, Link, Measured
 from trainload.sharding.plans.plan import DeviceKind
@@ -217,16 +218,20 @@ def _measure_collectives(kind: DeviceKind, ranks: int) -> tuple[Measured, ...]:
             context.Process(target=_measure_rank, args=(kind, rank, ranks, folder), daemon=True)
             for rank in range(ranks)
         ]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + _TIMEOUT_SECONDS
-        for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        try:
+            # Ctrl-C reaches the whole process group: the children leave it to their parent
+            with termination_signals_ignored():
+                for process in processes:
+                    process.start()
+            until = time.monotonic() + _TIMEOUT_SECONDS
+            for process in processes:
+                process.join(max(0.0, until - time.monotonic()))
+            codes = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
         if any(codes) or None in codes:
             raise ClusterError(
                 "the processes that measure collectives failed",

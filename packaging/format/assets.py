@@ -124,7 +124,7 @@ def no_such_asset(manifest: Manifest, name: str) -> StorageError:
     """Return the error for an unknown asset, with a hint that lists the existing ones."""
     names = [asset.name for asset in assets_of(manifest)]
     hint = (
-        did_you_mean(name, names, f"It has: {', '.join(names[:8])}.")
+        " ".join([f"It has: {', '.join(names[:8])}.", did_you_mean(name, names)]).strip()
         if names
         else "It has none: add assets with Job(assets={...}) or freeze --asset."
     )

@@ -98,3 +98,18 @@ def test_a_file_that_would_hide_an_installed_module_is_refused(
     assert cli.run(["init", "transformers.py", "--kind", "transformers"]) == 2
     assert "a module named transformers is installed" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_the_current_folder_is_no_installed_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current folder is on the path of `python -m trainload`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.run(["init"]) == 0
+    assert cli.run(["init", "another"]) == 0
+
+
+@pytest.mark.parametrize("name", ["my-job.py", "version-1.2.py", "__main__.py"])
+def test_a_name_need_not_be_that_of_a_module(name: str, tmp_path: Path) -> None:
+    assert cli.run(["init", name]) == 0
+    assert (tmp_path / name).is_file()

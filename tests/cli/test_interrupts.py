@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.forked import done
-from tests.launch.tiny import write_rows
+import torch
+from tests.launch.forked import command, done, left_in
+from tests.launch.tiny import Tiny, tiny_job, write_rows
+from tests.waiting import wait_until
 
 import trainload
+from trainload.cli import main as cli
 from trainload.packaging.package import Package
 
 JOB = "from tests.launch.tiny import tiny_job\n\n\ndef job():\n    return tiny_job()\n"
+PASS = "trainload.passes:eliminate_dead_code"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -72,19 +77,31 @@ WRITING = {
     "gc": ["gc", "store"],
     "export": ["export", "tiny.tl", "--to", "pt2", "--graph", "eval", "-o", "new.pt2"],
     "ops": ["ops", "tiny.tl", "--set", "core", "-o", "new.tl"],
+    "transform": ["transform", "tiny.tl", "--pass", PASS, "-o", "new.tl"],
+    "fill": ["fill", "tiny.tl", "--weights", "other.tl", "-o", "new.tl"],
+    "migrate": ["migrate", "tiny.tl", "--from", "other.tl", "-o", "new.tl"],
     "plan": ["plan", "tiny.tl", "--device", "cpu-2-cores", "-o", "new.json"],
     "report": ["report", "tiny.tl", "-o", "new.html"],
     "build": ["build", "tiny.tl", "--plan", "plan.json", "-o", "new-build"],
 }
 READING = {
     "verify": ["verify", "tiny.tl"],
-    "diff": ["diff", "tiny.tl", "other.tl"],
     "simulate": ["simulate", "tiny.tl", "--plan", "plan.json"],
     "plan": ["plan", "tiny.tl", "--device", "cpu-2-cores"],
     "export": ["export", "tiny.tl", "--to", "pt2", "--graph", "eval", "-o", "new.pt2"],
     "push": ["push", "tiny.tl", "another store"],
+    "debug": ["debug", "tiny.tl", "--data", "rows.npz"],
     "evaluate": ["evaluate", "tiny.tl", "--data", "rows.npz", "--backend", "local", "--no-compile"],
 }
+ELSEWHERE = frozenset({"launch", "resume", "stop", "profile", "retrain", "measure", "diff"})
+"""Commands with tests of their own, below or with those of runs and ticks, or that only wait for a
+run (stop, profile).
+"""
+SHORT = frozenset(
+    {"init", "completion", "dashboard", "inspect", "show", "settings", "manifest", "status"}
+    | {"logs", "runs", "releases", "sign", "promote", "rollback", "history", "lineage"}
+)
+"""Commands that read or write a few records."""
 PARTIAL_IS_KEPT = ("push", "gc")
 """What a push has sent stays, for the next one, and gc's lease is a record."""
 QUICK = ("writes: freeze", "reads: verify")
@@ -105,6 +122,16 @@ def folder(tiny: Package, tmp_path: Path) -> Path:
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
     trainload.push(tmp_path / "tiny.tl", str(tmp_path / "store"))
     return tmp_path
+
+
+@pytest.fixture
+def other(folder: Path) -> Path:
+    """Another package of the same job, with other weights."""
+    torch.manual_seed(1)
+    job = dataclasses.replace(tiny_job(), model=Tiny())
+    shutil.rmtree(folder / "other.tl")
+    trainload.freeze(job, folder / "other.tl")
+    return folder
 
 
 def files(folder: Path) -> set[str]:
@@ -133,3 +160,35 @@ def test_an_interrupted_command_leaves_nothing_and_can_be_repeated(case: str, fo
         assert files(folder) == before
     status, _, err = done(*words, cwd=folder)
     assert status == 0, err
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_leaves_nothing_and_can_be_repeated(other: Path) -> None:
+    before, words = files(other), ["diff", "tiny.tl", "other.tl"]
+    status, out, err = done(*words, cwd=other, first=interrupt_at_first_read)
+    assert (status, out, err.strip()) == (1, "", "trainload: interrupted")
+    status, out, err = done(*words, cwd=other)
+    assert "weights" in out, err
+    assert files(other) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["matrix products", "collectives"])
+def test_an_interrupted_measurement_leaves_nothing(moment: str, tmp_path: Path) -> None:
+    with command("measure", "-o", "mine.json", cwd=tmp_path, first=os.setsid) as started:
+        leader = started.process.pid
+        assert leader is not None
+        # the file of its messages is created when the process has started
+        wait_until(lambda: f"measuring {moment}" in (started.err if started.has_begun else ""))
+        os.killpg(leader, signal.SIGINT)
+        assert started.wait() == 1
+        assert started.err.splitlines()[-1] == "trainload: interrupted"
+        assert "Traceback" not in started.err
+        assert left_in(leader) == []
+    assert files(tmp_path) == set()
+
+
+def test_every_command_that_can_take_long_is_interrupted() -> None:
+    tested = {words[0] for _, words in CASES.values()} | ELSEWHERE
+    assert tested | SHORT == set(cli.commands.commands)
+    assert not tested & SHORT

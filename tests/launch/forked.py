@@ -64,6 +64,11 @@ class Command:
     def err(self) -> str:
         return self._err.read_text()
 
+    @property
+    def has_begun(self) -> bool:
+        """True if the process has opened its standard error."""
+        return self._err.exists()
+
     def wait(self) -> int:
         """Wait for the process to end, and return its exit status."""
         self.process.join(SECONDS)

@@ -27,7 +27,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     server = fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda _: server)
-        assert cli.run(["profile", "-o", str(path), "--workers", "2"]) == 0
+        assert cli.run(["measure", "-o", str(path), "--workers", "2"]) == 0
     return path
 
 
@@ -99,6 +99,6 @@ def test_a_file_that_exists_is_left_alone(
 ) -> None:
     path = tmp_path / "here.json"
     path.write_text("{}")
-    assert cli.run(["profile", "-o", str(path)]) == 2
+    assert cli.run(["measure", "-o", str(path)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert path.read_text() == "{}"

@@ -20,6 +20,7 @@ from trainload.cli.commands.shared import (
 )
 from trainload.cli.view import tables as view
 from trainload.core.errors import StorageError
+from trainload.core.processes import interrupted_by_signals
 
 if TYPE_CHECKING:
     from trainload.sharding.plans.plan import DeviceKind
@@ -65,12 +66,13 @@ def measure(
         )
     from trainload.launching.node.measure import measure as measure_device
 
-    measured = measure_device(
-        device,
-        name or output.stem,
-        workers,
-        lambda subject: err().print(f"measuring {subject}", highlight=False),
-    )
+    with interrupted_by_signals():
+        measured = measure_device(
+            device,
+            name or output.stem,
+            workers,
+            lambda subject: err().print(f"measuring {subject}", highlight=False),
+        )
     write_text(output, measured.model_dump_json(indent=2) + "\n")
     if as_json:
         print_json(measured)

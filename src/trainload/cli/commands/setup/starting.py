@@ -50,7 +50,7 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
         raise StorageError(
             "it exists already", where=str(file), hint="Choose another path, or remove it."
         )
-    if find_spec(file.stem) is not None:
+    if _is_installed(file.stem):
         raise StorageError(
             f"a module named {file.stem} is installed, and the file would be imported in its place",
             where=str(file),
@@ -72,6 +72,19 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
     out().print(view.table([("written", str(file))]))
     for command in commands:
         out().print(f"    {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if a module of this name can be imported, but not from the current folder."""
+    if not name.isidentifier() or name == "__main__":
+        return False
+    spec = find_spec(name)
+    if spec is None:
+        return False
+    places = [Path(place).parent for place in spec.submodule_search_locations or ()]
+    if spec.has_location and spec.origin is not None:
+        places.append(Path(spec.origin).parent)
+    return Path.cwd() not in places
 
 
 @click.command(short_help="Complete in a shell.")
