@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,18 +86,30 @@ def _examine(peers: Sequence[_Peer], store: str | None) -> DoctorReport:
         except RayError as error:
             reports.append(NodeReport(peer.name, peer.address, {}, (_no_answer(error),)))
     between = [examine_versions(own_versions(), reports)]
-    if well:
-        between.append(examine_clocks({peer.name: _clock_offset(peer) for peer in well}))
-    if len(well) < 2:
-        found = f"{len(well)} node"
-        between += [
-            CheckResult(name, "not applicable", found) for name in ("ports", "gloo", "nccl")
-        ]
-    else:
-        between.append(_examine_ports(well))
-        between += _examine_group("gloo", well)
-        between += _examine_nccl(well)
+    try:
+        between += _between(well)
+    except RayError as error:
+        found, hint = last_line(str(error)), "Check whether a node was lost meanwhile: ray status."
+        between.append(CheckResult("links", "fails", found, "answers of all nodes", hint))
     return DoctorReport(tuple(reports), tuple(between))
+
+
+def _between(peers: Sequence[_Peer]) -> Iterator[CheckResult]:
+    """Yield the checks of the links between nodes that respond.
+
+    Raises:
+        RayError: one does not respond any more.
+    """
+    if peers:
+        yield examine_clocks({peer.name: _clock_offset(peer) for peer in peers})
+    if len(peers) < 2:
+        found = "one node" if peers else "no node responds"
+        for name in ("ports", "gloo", "nccl"):
+            yield CheckResult(name, "not applicable", found)
+        return
+    yield _examine_ports(peers)
+    yield from _examine_group("gloo", peers)
+    yield from _examine_nccl(peers)
 
 
 def _no_answer(error: RayError) -> CheckResult:

@@ -11,11 +11,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.manifest.variants import JOB, LEAST
 
 from trainload.cli import main as cli
+from trainload.core.errors import RequestError
+from trainload.deploy.patches import patch_of, patched
 from trainload.deploy.strategic_merge import MERGE_KEYS, merged
 
 Capture = pytest.CaptureFixture[str]
@@ -256,6 +258,27 @@ def test_a_patch_without_nulls_sets_its_fields_and_loses_no_other(
     before = copy.deepcopy(document)
     assert leaves(merged(document, patch)) == {**leaves(document), **leaves(patch)}
     assert document == before
+
+
+KEYS = st.sampled_from(["env", "spec", "name", "kind", "$patch", "$retainKeys", "metadata"])
+ANYTHING = st.recursive(
+    st.none() | LEAVES | KEYS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=12,
+)
+MANIFEST = {"kind": "RayJob", "metadata": {"name": "gpt"}, "spec": {"env": [{"name": "a"}]}}
+
+
+@given(ANYTHING)
+@settings(max_examples=200)
+def test_any_patch_is_applied_or_rejected_with_its_place(content: Any) -> None:
+    found, error = MANIFEST, None
+    try:
+        (found,) = patched([MANIFEST], [patch_of("patch.yaml", content)])
+    except RequestError as rejected_with:
+        error = rejected_with
+    assert found["kind"] == "RayJob"
+    assert error is None or error.where.startswith("patch.yaml")
 
 
 @given(DOCUMENTS, DOCUMENTS)

@@ -28,6 +28,7 @@ from packaging.requirements import Requirement
 
 from trainload.core.errors import RequestError
 from trainload.core.redaction import HIDDEN, is_secret_name, redacted
+from trainload.launching.doctor.machine_limits import SHARED_BYTES
 
 Kind = Literal["RayJob", "RayCluster"]
 Json = dict[str, Any]
@@ -43,7 +44,7 @@ NVIDIA = "nvidia.com/gpu"
 HEAD_CPUS, HEAD_MEMORY = 2, "8Gi"
 _KEPT_SECONDS = 600
 _OBJECT_STORE_BYTES = 256 * 2**20
-_SHARED_MEMORY_MIB = 512
+_SHARED_MEMORY_MIB = SHARED_BYTES // 2**20
 _USER, _GROUP = 1000, 100
 _CACHE = "/cache"
 _OWN_PATHS = (_CACHE, "/dev", "/proc", "/sys", "/tmp/ray")

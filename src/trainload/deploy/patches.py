@@ -84,10 +84,11 @@ def read_patches(path: Path) -> list[Patch]:
         f"{path}" if len(documents) == 1 else f"{path}, document {number}"
         for number in range(1, len(documents) + 1)
     ]
-    return [_patch(name, document) for name, document in zip(names, documents, strict=True)]
+    return [patch_of(name, document) for name, document in zip(names, documents, strict=True)]
 
 
-def _patch(where: str, document: Any) -> Patch:
+def patch_of(where: str, document: Any) -> Patch:
+    """Return the patch of a parsed document. Raises RequestError if it is none."""
     if isinstance(document, list):
         return Patch(where, None, None, document)
     if not isinstance(document, dict):
@@ -132,7 +133,7 @@ def patched(manifests: Sequence[Json], patches: Sequence[Patch]) -> list[Json]:
     for patch in patches:
         places = [at for at, manifest in enumerate(found) if patch.selects(manifest)]
         if not places:
-            wanted = [text for text in (patch.kind, patch.name) if text is not None]
+            wanted = [str(text) for text in (patch.kind, patch.name) if text is not None]
             raise RequestError(
                 "the patch is for no manifest",
                 where=patch.where,

@@ -57,8 +57,12 @@ def merged(document: Mapping[str, Any], patch: Mapping[str, Any], path: str = ""
     found = copy.deepcopy(dict(document))
     retained = patch.get(_RETAIN)
     if retained is not None:
+        if not isinstance(retained, list):
+            raise _error("this directive is not valid", f"{path}.{_RETAIN}", "a list of fields")
         found = {name: value for name, value in found.items() if name in retained}
     for name, value in patch.items():
+        if not isinstance(name, str):
+            raise _error("this is not the name of a field", path, "a string", repr(name))
         if name in (_PATCH, _RETAIN) or name.startswith(_ORDER):
             continue  # the order of elements has no meaning in a manifest
         if name.startswith("$"):
@@ -96,7 +100,7 @@ def _merged_list(key: str, old: list[Any], new: list[Any], path: str) -> list[An
         if not isinstance(element, Mapping) or key not in element:
             raise _error("this element has no name", path, f"maps with {key}", str(element))
         place = f"{path}[{key}={element[key]}]"
-        at = next((n for n, each in enumerate(found) if each.get(key) == element[key]), None)
+        at = next((n for n, each in enumerate(found) if _has_key(each, key, element)), None)
         if element.get(_PATCH) == "delete":
             if at is not None:
                 del found[at]
@@ -105,6 +109,10 @@ def _merged_list(key: str, old: list[Any], new: list[Any], path: str) -> list[An
         else:
             found[at] = merged(found[at], element, place)
     return found
+
+
+def _has_key(element: Any, key: str, other: Mapping[str, Any]) -> bool:
+    return isinstance(element, Mapping) and element.get(key) == other[key]
 
 
 def _without_directives(value: Any, path: str) -> dict[str, Any]:
@@ -119,7 +127,9 @@ def _check_directive(patch: Mapping[str, Any], path: str) -> None:
     directive = patch.get(_PATCH, "merge")
     if directive not in ("merge", "delete"):
         expected = "merge, replace or delete"
-        raise _error("this directive is not supported", f"{path}.{_PATCH}", expected, directive)
+        raise _error(
+            "this directive is not supported", f"{path}.{_PATCH}", expected, repr(directive)
+        )
 
 
 def _kind(value: Any) -> str:

@@ -8,6 +8,8 @@ import pytest
 from tests.manifest.nodes import Cluster, variables
 
 import trainload
+from trainload.cli import main as cli
+from trainload.launching.api import doctor
 from trainload.launching.doctor.between_nodes import (
     examine_clocks,
     examine_links,
@@ -116,3 +118,28 @@ def test_the_links_between_the_nodes_are_measured(report: DoctorReport) -> None:
     assert "the slowest of 2" in between["gloo bandwidth"].found
     assert between["nccl"].status == "not applicable"
     assert report.healthy
+
+
+def test_nodes_with_the_same_result_share_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray, compiler = CheckResult("ray", "ok", "2.60.0"), CheckResult("compiler", "ok", "g++ 12")
+    none = CheckResult("compiler", "warning", "no g++", "a C++ compiler", "Install g++.")
+    nodes = (
+        NodeReport("a", "10.0.0.1", HERE, (ray, compiler)),
+        NodeReport("b", "10.0.0.2", HERE, (ray, none)),
+    )
+    closed = CheckResult("ports", "fails", "a to b: timed out", "connections", "Open the ports.")
+    monkeypatch.setattr(doctor, "doctor", lambda *_, **__: DoctorReport(nodes, (closed,)))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["doctor", "--address", "a:6379"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:5] == [
+        "check status found nodes",
+        "ray ok 2.60.0 all",
+        "compiler ok g++ 12 a",
+        "compiler warning no g++ b",
+        "ports fails a to b: timed out between",
+    ]
+    assert "compiler (b): expected a C++ compiler." in lines
+    assert lines[-1] == "3 ok, 1 warning, 1 failed"

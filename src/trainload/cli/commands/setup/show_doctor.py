@@ -93,4 +93,5 @@ def _problems(report: DoctorReport) -> Iterable[str]:
         for status in ("ok", "warning", "fails")
     }
     yield ""
-    yield f"{counts['ok']} ok, {counts['warning']} warnings, {counts['fails']} failed"
+    warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
+    yield f"{counts['ok']} ok, {warnings}, {counts['fails']} failed"
