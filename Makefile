@@ -5,6 +5,9 @@
 #   make test-long  the tests that it leaves out: every case of its matrices, faults, kills, benchmark scripts
 #   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
+#   make dist    wheel and source distribution, built and checked, in dist/
+#   make installs  the wheel with each Python and torch, installed from the registry: docs/support.md
+#   make lowest  the quick tests with the lowest versions of the dependencies that pyproject.toml accepts
 #   make docs    the documentation as a site in build/site, strictly: no broken link, no undocumented option
 #   make grid    every strategy with every kind of model, against one process: docs/measurements/grid.md
 #   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
@@ -22,7 +25,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite image integrations clean
+.PHONY: env test test-long test-report browser docs check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite image integrations dist installs lowest clean
 
 env: $(STAMP)
 
@@ -63,6 +66,20 @@ check: env
 	$(BIN)/mypy examples tests
 	$(BIN)/python -m tests.house.import_graph
 	$(BIN)/python -m pytest tests/house
+
+dist: env
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m check_wheel_contents dist/*.whl
+
+# PYTHONS: names or paths of interpreters.
+PYTHONS ?= python3.11 python3.12 python3.13
+installs: env
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.distribution.installs $(PYTHONS)
+
+lowest: env
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.distribution.lowest $(OPTIONS)
 
 format: env
 	$(BIN)/ruff format .
@@ -215,5 +232,5 @@ integrations: env
 	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
 
 clean:
-	rm -rf $(VENV) build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .lowest build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
