@@ -5,6 +5,7 @@
 #   make test-long  the tests that it leaves out: every case of its matrices, faults, kills, benchmark scripts
 #   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
+#   make integrations  tests with libraries and servers that `make test` does not install
 #   make grid    every strategy with every kind of model, against one process: docs/grid.md
 #   make browser  opens every kind of page in Chromium, which it installs where it is missing, and checks them
 #   make coverage-suite   which models can be frozen: docs/coverage.md, in some hours
@@ -19,7 +20,7 @@ export TORCHINDUCTOR_VEC_ISA_OK := 1
 STAMP := $(VENV)/.stamp
 REGISTRY := $(VENV)/registry
 
-.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite clean
+.PHONY: env test test-long test-report browser check format demo demo-gan compat fuzz hostile mutate debug-faults statistics bench counts faults soak freeze fresh-start large-model large-shapes grid kills kuberay gpu gpu-compile memory parity published checkpoints reshard simulate remat layers retraining year leases coverage-suite integrations clean
 
 env: $(STAMP)
 
@@ -184,6 +185,15 @@ published: env
 
 simulate: env
 	$(BIN)/python benchmarks/simulate.py
+
+# MLflow's server requires other versions than constraints.txt has, so it has an environment of its own.
+integrations: env .mlflow/.stamp
+	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
+
+.mlflow/.stamp: constraints.txt
+	$(PYTHON) -m venv .mlflow
+	PIP_CONSTRAINT= .mlflow/bin/python -m pip install --quiet mlflow==$$(sed -n 's/^mlflow-skinny==//p' constraints.txt)
+	touch $@
 
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"
