@@ -6,6 +6,7 @@ tests/integrations/mlflow/ has the same with a server.
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -93,18 +94,28 @@ def test_ticks_register_what_they_promote_and_notify_of_it(
     assert hook.messages[0]["data"]["release"] == "2"
 
 
-def test_a_server_that_hangs_neither_fails_nor_holds_a_tick(
-    folder: Path, small: Package, monkeypatch: Patch
-) -> None:
+def test_a_server_that_hangs_is_given_up(store: Store, monkeypatch: Patch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        ended = tick(config_of(folder, small, mlflow={"timeout": "1s"}), 0)
+        with pytest.raises(StorageError, match="MLflow does not respond"):
+            register_current(Mlflow(timeout=timedelta(seconds=1)), store, LINE)
+
+
+def test_a_tick_trains_and_promotes_without_a_server_of_its_sink_and_its_registry(
+    folder: Path, small: Package, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    said: list[str] = []
+    train = {"epochs": 2, "set": {"sinks": ["mlflow"]}}
+    ended = tick(config_of(folder, small, mlflow={}, train=train), 0, said)
     assert ended.outcome == "promoted"
     (warning,) = ended.warnings
-    assert "MLflow does not respond" in warning
+    assert "MLflow did not register the release" in warning
+    assert any("MLflow did not accept the run" in text for text in said)
 
 
 def test_a_server_that_is_gone_is_a_storage_error(store: Store, monkeypatch: Patch) -> None:
