@@ -221,15 +221,22 @@ published: env
 simulate: env
 	$(BIN)/python benchmarks/simulate.py
 
+# MLflow's server requires other versions than constraints.txt has, so it has an environment of its own.
+integrations: env .mlflow/.stamp
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[integrations]"
+	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
+
+.mlflow/.stamp: constraints.txt
+	$(PYTHON) -m venv .mlflow
+	PIP_CONSTRAINT= .mlflow/bin/python -m pip install --quiet mlflow==$$(sed -n 's/^mlflow-skinny==//p' constraints.txt)
+	touch $@
+
 coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[coverage]"
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps timm
 	$(BIN)/python -m tests.torch_samples.count
 	$(BIN)/python -m tests.coverage.suite
 
-integrations: env
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[integrations]"
-	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) .lowest build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -36,6 +36,8 @@ class Mlflow:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        # standard output belongs to the command, whose --json is read by programs
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         self._client = MlflowClient()
         self._waiting: list[Metric] = []
         run_file = run_dir / SINK_FILE

@@ -31,7 +31,8 @@ from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from trainload.core.errors import StorageError
-from trainload.launching.run.journal import Event
+from trainload.launching.run.journal import Event, stream_events
+from trainload.launching.run.run_state import Summary
 from trainload.launching.sinks.measures import OF_TEXTS, RUNNING, STEPS, Measure, measured
 from trainload.launching.sinks.protocol import Outcome
 from trainload.launching.sinks.run_parameters import parameters_of
@@ -78,13 +79,16 @@ class OpenTelemetry:
         self._metering = MeterProvider([self._reader], resource=resource, shutdown_on_exit=False)
         self._meter = self._metering.get_meter(_SCOPE)
         self._instruments: dict[Measure, Any] = {}
-        self._counts = dict.fromkeys(OF_TEXTS, 0)
+        summary = Summary.of(stream_events(run_dir))
+        self._counts = {"failure": summary.failures, "warning": summary.warnings}
         carrier = {"traceparent": os.environ.get("TRACEPARENT", "")}
         outer = TraceContextTextMapPropagator().extract(carrier)
         self._run = self._tracer.start_span("run", outer, attributes=described)
         self._attempt: Span | None = None
         self._record(RUNNING, 1.0)
         self._record(STEPS, float(parameters["steps"]))
+        for kind, count in self._counts.items():
+            self._record(OF_TEXTS[kind], float(count))
         self._exported = clock.monotonic()
 
     def event(self, event: Event, step: int) -> None:

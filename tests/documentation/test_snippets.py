@@ -84,6 +84,7 @@ x, state, weight = torch.zeros(4, 3, 8), torch.zeros(2, 4, 8), torch.ones(5)
 left = inputs = targets = torch.zeros(4, 8)
 """
     ),
+    "docs/guides/trackers.md": "",
     "docs/guides/transformers.md": "",
     "docs/guides/watching.md": "",
 }

@@ -165,7 +165,7 @@ def test_rows_of_a_function_are_at_the_url(
 def test_a_launch_that_fails_leaves_no_run(
     tiny: Package, tiny_data: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError("no sink")
 
     monkeypatch.setattr("trainload.launching.api.launch.open_sinks", fail)

@@ -65,12 +65,12 @@ def use(monkeypatch: Patch, make: Callable[[], Sink]) -> None:
 
 
 def trained(
-    package: Package, data: Path, run_dir: Path, *names: str
+    package: Package, data: Path, run_dir: Path, *names: str, backend: str = "local"
 ) -> tuple[list[float], dict[str, str], list[str]]:
     """Train, and return the losses, the digests of the checkpoints, and the warnings of sinks."""
     heard: list[Event] = []
     options: dict[str, Any] = {"steps": 4, "checkpoint_every": 2, "compile": False}
-    options |= {"backend": "local", "sinks": names, "on_event": heard.append}
+    options |= {"backend": backend, "sinks": names, "on_event": heard.append}
     plan = trainload.plan(package, trainload.Cluster(), "single")
     trainload.launch(package, plan, data, run_dir=run_dir, **options)
     digests = {
@@ -122,6 +122,26 @@ def test_a_sink_that_hangs_changes_nothing_in_a_run(
 ) -> None:
     use(monkeypatch, lambda: Faulty(method, lambda: assert_true(released.wait())))
     found, digests, warnings = trained(tiny, tiny_data, tmp_path / "run", "tensorboard")
+    assert (found, digests) == undisturbed
+    (warning,) = warnings
+    assert "within 0.2 s" in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["open", "numbers", "close"])
+def test_a_sink_that_hangs_changes_nothing_in_a_run_on_ray(
+    method: str,
+    ray_cluster: None,
+    tiny: Package,
+    tiny_data: Path,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    undisturbed: tuple[list[float], dict[str, str]],
+    released: threading.Event,
+) -> None:
+    use(monkeypatch, lambda: Faulty(method, lambda: assert_true(released.wait())))
+    run_dir = tmp_path / "run"
+    found, digests, warnings = trained(tiny, tiny_data, run_dir, "tensorboard", backend="ray")
     assert (found, digests) == undisturbed
     (warning,) = warnings
     assert "within 0.2 s" in warning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.house.source import ROOT
+from tests.house.source import ROOT, python_blocks
 from tests.launch.sinks.distributions import RECORDING, install
 
 import trainload
@@ -45,6 +46,22 @@ def test_a_run_uses_the_sink_of_another_distribution(
     lines = (run_dir / "recorded.txt").read_text().splitlines()
     found = losses(read_events(run_dir))
     assert lines == [*(f"{step + 1} {loss!r}" for step, loss in enumerate(found)), "ended"]
+
+
+def test_the_sink_of_the_documentation_receives_a_run(
+    tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    code = python_blocks("docs/trackers.md")[0]
+    toml = (ROOT / "docs/trackers.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    points = tomllib.loads(toml)["project"]["entry-points"][GROUP]
+    sinks = {name: value.partition(":")[2] for name, value in points.items()}
+    install(monkeypatch, tmp_path / "site", "json_lines", code, sinks)
+    run_dir = tmp_path / "run"
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    trainload.launch(tiny, plan, tiny_data, run_dir=run_dir, sinks=["jsonl"], **OPTIONS)
+    rows = [json.loads(line) for line in (run_dir / "numbers.jsonl").read_text().splitlines()]
+    found = [row["loss"] for row in rows if "loss" in row]
+    assert found == losses(read_events(run_dir))
 
 
 @pytest.mark.slow

@@ -113,6 +113,13 @@ def test_the_variables_of_the_library_configure_the_sink(
     assert collector.span("run").trace_id.hex() == trace
 
 
+def test_failures_of_earlier_drivers_are_counted(collector: Collector, tmp_path: Path) -> None:
+    failure = {"message": "rank 1 died", "ranks": [1], "attempt": 1, "action": "it restarts"}
+    before = [Event("failure", failure, 1.0)]
+    send(made_run(tmp_path / "second", before, digest="a" * 64))
+    assert collector.values["trainload.failures", ""] == 1
+
+
 def test_the_service_is_called_trainload_by_default(collector: Collector, run_dir: Path) -> None:
     send(run_dir)
     assert {each["service.name"] for each in collector.resources} == {"trainload"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event as Record
+from tests.launch.sinks.names_table import PAGE, with_table
 
 import trainload
 from trainload.launching.run.journal import Event, losses, read_events
@@ -213,6 +214,11 @@ def test_every_number_has_one_name() -> None:
         "metrics/accuracy",
         "tokens_per_second",
     }
+
+
+def test_the_page_has_the_names_of_all_metrics() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "run: python -m tests.launch.sinks.names_table"
 
 
 def test_a_launch_whose_sink_does_not_respond_leaves_nothing(

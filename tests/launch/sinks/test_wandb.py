@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +129,31 @@ def test_a_resumed_run_continues_its_run_in_wandb(tmp_path: Path) -> None:
             pass
     names = {path.name for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")}
     assert names == {f"run-{(run_dir / 'sink-wandb').read_text().strip()}.wandb"}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_neither_holds_a_run_nor_its_process(tmp_path: Path) -> None:
+    from tests.report.made import made_run
+
+    run_dir = made_run(tmp_path / "run", [], digest="a" * 64)
+    code = f"""
+from pathlib import Path
+from trainload.launching.run.journal import Event
+from trainload.launching.sinks.sink import open_sinks
+with open_sinks(["wandb"], Path({str(run_dir)!r}), lambda e: print(e.kind), new=False) as tell:
+    tell(Event("end", {{"step": 1, "steps": 1}}, 1.0))
+"""
+    away = {"WANDB_MODE": "online", "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    away |= {"WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "2"}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **away},
+        timeout=100,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert process.stdout.split() == ["warning", "end"]
 
 
 def test_a_launch_without_an_api_key_is_rejected(

@@ -10,7 +10,13 @@ from rich.tree import Tree
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.shared import LocalPath, Place, json_option, out, print_json
-from trainload.cli.commands.store_commands import line_option, store_argument
+from trainload.cli.commands.store_commands import (
+    announce_pointer,
+    line_option,
+    retraining_of,
+    retraining_option,
+    store_argument,
+)
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns, Pairs
 from trainload.core.versions import check_supported_torch
@@ -26,8 +32,16 @@ _SHORT = 12
 @line_option
 @click.option("--to", metavar="N", help="Release to return to. Default: the previous.")
 @click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
+@retraining_option
 @json_option
-def rollback(store: str, line: str | None, to: str | None, reason: str, as_json: bool) -> None:
+def rollback(
+    store: str,
+    line: str | None,
+    to: str | None,
+    reason: str,
+    retraining: str | None,
+    as_json: bool,
+) -> None:
     """Make the previously current release current again, and mark the one that it replaces as
     rejected.
     """
@@ -37,13 +51,16 @@ def rollback(store: str, line: str | None, to: str | None, reason: str, as_json:
     from trainload.retraining.ticks.lineage import rollback as go_back
 
     place = Store(store)
+    config = retraining_of(retraining, store, line)
     pointer = go_back(place, place.line(line), to=to, reason=reason)
+    problems = announce_pointer(config, pointer)
     record = {
         "store": store,
         "line": pointer.line,
         "release": shown(pointer.release),
         "digest": pointer.package,
         "reason": pointer.reason,
+        **problems,
     }
     if as_json:
         print_json(record)

@@ -11,6 +11,7 @@ from trainload.cli.commands.shared import (
     LocalPath,
     Place,
     Transfer,
+    err,
     json_option,
     new_package_option,
     out,
@@ -21,13 +22,18 @@ from trainload.cli.commands.shared import (
 )
 from trainload.cli.view import tables as view
 from trainload.cli.view.column_table import Columns
+from trainload.core.errors import RequestError
 from trainload.core.formatting import size
 from trainload.core.versions import check_supported_torch
 
 if TYPE_CHECKING:
-    from trainload.packaging.stores.releases import ReleaseState
+    from trainload.packaging.stores.releases import Pointer, ReleaseState
+    from trainload.retraining.config.config import Config
 
 
+retraining_option = click.option(
+    "--retraining", metavar="FILE", help="Tell MLflow and the webhooks of this retraining."
+)
 line_option = click.option("--line", metavar="NAME", help="Line. Default: the store's only one.")
 store_argument = click.argument("store", metavar="STORE", type=Place())
 
@@ -228,6 +234,7 @@ def releases(store: str, line: str | None, as_json: bool) -> None:
 @click.option("--only-if", metavar="N", help="Only if this release (or none) is current.")
 @click.option("--reason", metavar="TEXT", default="", help="Reason, stored in the history.")
 @click.option("--rejected", is_flag=True, help="Allow a rejected or rolled back release.")
+@retraining_option
 @json_option
 def promote(
     store: str,
@@ -236,15 +243,18 @@ def promote(
     only_if: str | None,
     reason: str,
     rejected: bool,
+    retraining: str | None,
     as_json: bool,
 ) -> None:
     """Make release N the current release of its line: a candidate, or an earlier release."""
     check_supported_torch()
     from trainload.publishing import stores
 
+    config = retraining_of(retraining, store, line)
     pointer = stores.promote(
         store, release, line=line, only_if=only_if, reason=reason, rejected=rejected
     )
+    problems = announce_pointer(config, pointer)
     name = _release_name(pointer.release)
     if as_json:
         print_json(
@@ -254,6 +264,7 @@ def promote(
                 "release": name,
                 "digest": pointer.package,
                 "created": pointer.created,
+                **problems,
             }
         )
     else:
@@ -308,6 +319,46 @@ def gc(
     if report.removed_releases:
         rows.insert(1, ("releases", ", ".join(report.removed_releases)))
     out().print(view.table(rows))
+
+
+def retraining_of(file: str | None, store: str, line: str | None) -> Config | None:
+    """Read the retraining that is told of a change of a line; None if there is none.
+
+    Raises RequestError if it is one of another line.
+    """
+    if file is None:
+        return None
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.config.config_file import read_config
+
+    config, place = read_config(file), Store(store)
+    name = place.line(line)
+    if (Store(config.store).url, config.line) != (place.url, name):
+        raise RequestError(
+            "this is the retraining of another line",
+            where=f"--retraining {file}",
+            expected=f"line {name} of {place.url}",
+            got=f"line {config.line} of {config.store}",
+        )
+    return config
+
+
+def announce_pointer(config: Config | None, pointer: Pointer) -> dict[str, tuple[str, ...]]:
+    """Tell a retraining's model registry and webhooks of a change of its line.
+
+    Returns:
+        The problems, which are printed too, as a field of a command's JSON; {} without a
+        retraining.
+    """
+    if config is None:
+        return {}
+    from trainload.packaging.stores.store import Store
+    from trainload.retraining.ticks.announcements import announce
+
+    problems = announce(config, Store(config.store), pointer=pointer)
+    for problem in problems:
+        err().print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
+    return {"warnings": problems}
 
 
 def _parse_facts(texts: tuple[str, ...]) -> dict[str, bool | int | float | str]:

@@ -141,9 +141,15 @@ class _BoundedUpload:
 
 
 def within_limit(
-    function: Callable[..., T], *arguments: Any, where: str, seconds: float | None = None
+    function: Callable[..., T],
+    *arguments: Any,
+    where: str,
+    seconds: float | None = None,
+    who: str = "the store",
 ) -> T:
     """Call a function in a thread of its own, and return its result.
+
+    `who` is the subject of the error if it takes too long.
 
     Raises:
         StorageError: it has not returned within this time (default: `SECONDS`); its thread is left
@@ -151,7 +157,7 @@ def within_limit(
     """
     began = time.monotonic()
     limit = SECONDS if seconds is None else seconds
-    return _within(function, arguments, where=where, limit=limit, since=lambda: began)
+    return _within(function, arguments, where=where, limit=limit, since=lambda: began, who=who)
 
 
 def _within(
@@ -161,6 +167,7 @@ def _within(
     where: str,
     limit: float,
     since: Callable[[], float],
+    who: str = "the store",
 ) -> T:
     """Call a function in a thread of its own, until it has not moved for `limit` seconds. `since`
     returns when it last moved.
@@ -182,7 +189,7 @@ def _within(
             if time.monotonic() < since() + limit:
                 continue
             raise StorageError(
-                "the store does not respond", where=where, expected=f"a response within {limit:g} s"
+                f"{who} does not respond", where=where, expected=f"a response within {limit:g} s"
             ) from None
     if error is not None:
         raise error

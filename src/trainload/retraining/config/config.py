@@ -21,6 +21,7 @@ from pydantic import (
 
 from trainload.core.arguments import nearest_literal
 from trainload.core.errors import RequestError
+from trainload.core.redaction import REFERENCE, redacted
 from trainload.core.suggestions import did_you_mean
 from trainload.launching.settings.describe import settings_schema
 from trainload.packaging.stores.releases import Line
@@ -76,6 +77,10 @@ Names = Annotated[
 """A text or a list of texts."""
 Some = Annotated[Names, Field(min_length=1)]
 """A text or a non-empty list of texts."""
+Outcome = Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"]
+"""Outcome of a tick. conflict: another release was made current manually meanwhile, and the
+challenger remains a candidate.
+replaced: a later tick requested a stop. failed: the maximum number of attempts was reached."""
 Positive = Annotated[int, Field(ge=1, strict=True)]
 MOST_ATTEMPTS = 20
 """Maximum number of attempts of a tick."""
@@ -368,10 +373,7 @@ class Hook(_Section):
     """
 
     command: Some
-    outcomes: tuple[
-        Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"],
-        ...,
-    ] = (
+    outcomes: tuple[Outcome, ...] = (
         "promoted",
         "rejected",
         "conflict",
@@ -379,6 +381,54 @@ class Hook(_Section):
         "failed",
     )
     timeout: Span = timedelta(seconds=60)
+
+
+class Mlflow(_Section):
+    """MLflow's model registry, at MLFLOW_REGISTRY_URI or MLFLOW_TRACKING_URI. The line's current
+    release is registered there as a version of a model, to which an alias points.
+
+    Attributes:
+        model: name of the registered model; None for the name of the line.
+        alias: alias of the version that is current.
+        timeout: maximum duration of an update of the registry.
+    """
+
+    model: Annotated[str, Field(pattern=r"^[^/:'\"`]{1,256}$")] | None = None
+    alias: str = "champion"
+    timeout: Span = timedelta(seconds=60)
+
+
+class Webhook(_Section):
+    """An HTTP server that is notified of what happens to a line. Each event is delivered at least
+    once.
+
+    Attributes:
+        url: its URL, or a reference to it such as ${env:HOOK_URL}.
+        secret: reference to the secret with which messages are signed, such as ${env:HOOK_SECRET};
+            None for unsigned messages.
+        events: events of which it is notified: outcomes of ticks, and "rolled back" if an earlier
+            release is made current again. Manual promotions are "promoted" too.
+        timeout: maximum duration of one attempt to deliver an event.
+        attempts: attempts within a tick. An event that could not be delivered is delivered in the
+            next one.
+    """
+
+    url: Annotated[str, Field(pattern=r"^(https?://|\$\{)")]
+    secret: Annotated[str, Field(pattern=rf"^{REFERENCE.pattern}$")] | None = None
+    events: tuple[Outcome | Literal["rolled back"], ...] = (
+        "promoted",
+        "rejected",
+        "rolled back",
+        "failed",
+    )
+    timeout: Span = timedelta(seconds=10)
+    attempts: Annotated[Positive, Field(le=10)] = 3
+
+    @model_validator(mode="after")
+    def _check_no_credentials(self) -> Webhook:
+        if redacted(self.url) != self.url:
+            raise ValueError("a URL without credentials: refer to it as ${env:NAME}")
+        return self
 
 
 class Config(_Section):
@@ -409,13 +459,26 @@ class Config(_Section):
     retention: Retention = Retention()
     handover: Handover | None = None
     notify: Hook | None = None
+    mlflow: Mlflow | None = None
+    webhooks: Annotated[tuple[Webhook, ...], Field(max_length=20)] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration as JSON data. Law: `Config.model_validate(c.to_json()) == c`."""
         return self.model_dump(mode="json", by_alias=True)
 
 
-OWN = ("store", "runs", "cluster", "schedule", "lease", "retention", "handover", "notify")
+OWN = (
+    "store",
+    "runs",
+    "cluster",
+    "schedule",
+    "lease",
+    "retention",
+    "handover",
+    "notify",
+    "mlflow",
+    "webhooks",
+)
 """Keys that each machine reads from its own file only. Commands and folders in records of the store
 are not used, since write access to the store must not imply permission to run commands here.
 """
@@ -474,8 +537,8 @@ def _keys(place: Sequence[str]) -> list[str]:
 
 
 def _section_of(kind: Any) -> Any:
-    """Return the section in a type such as `Slices | None`."""
-    if get_origin(kind) in (Union, UnionType):
+    """Return the section in a type such as `Slices | None` or `tuple[Webhook, ...]`."""
+    if get_origin(kind) in (Union, UnionType, tuple):
         return next(
             (
                 each

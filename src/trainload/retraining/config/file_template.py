@@ -85,4 +85,16 @@ schedule:
 #   command: [./tell.sh]            # receives the tick's record as JSON on standard input
 #   outcomes: [promoted, rejected, conflict, bad data, failed]
 #   timeout: 60s
+
+# mlflow:                           # the current release in MLflow's model registry
+#   model: main                     # default: the line
+#   alias: champion
+#   timeout: 60s
+
+# webhooks:                         # HTTP servers that receive events as signed JSON
+#   - url: https://example.org/hook # or a reference: ${env:HOOK_URL}
+#     secret: ${env:HOOK_SECRET}    # default: messages are not signed
+#     events: [promoted, rejected, rolled back, failed]
+#     timeout: 10s
+#     attempts: 3
 """

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainload.core.credentials import resolve
 from trainload.retraining.config.config import Config
 from trainload.retraining.config.expression import Expression, parse
 from trainload.retraining.data.windows import check_window
+from trainload.retraining.ticks.model_registry import check_mlflow
 
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
@@ -17,10 +19,12 @@ _COMMON_NAMES = ("eval.steps", "train.loss", "data.rows", "drift.greatest")
 
 
 def check_config(config: Config) -> None:
-    """Check a file's expressions, schedule, window and settings.
+    """Check a file's expressions, schedule, window, settings, and libraries and secrets for
+    announcements.
 
     Raises:
         RequestError: one is invalid; names the key, the value and the allowed values.
+        StorageError: MLflow is not installed, or a webhook's secret is not set here.
     """
     from trainload.retraining.ticks.tick_times import schedule_of
     from trainload.retraining.ticks.training import settings_of
@@ -30,6 +34,11 @@ def check_config(config: Config) -> None:
     if config.schedule is not None:
         schedule_of(config.schedule)
     settings_of(config)
+    if config.mlflow is not None:
+        check_mlflow()
+    for hook in config.webhooks:
+        for text in filter(None, (hook.url, hook.secret)):
+            resolve(text)
 
 
 def expressions(config: Config) -> dict[str, Expression]:

@@ -31,7 +31,7 @@ from trainload.launching.api.request import versions
 from trainload.launching.node.cache import in_use, leave
 from trainload.packaging.stores.releases import Pointer, shown
 from trainload.packaging.stores.store import Store
-from trainload.retraining.config.config import MOST_ATTEMPTS, OWN, Config, checked
+from trainload.retraining.config.config import MOST_ATTEMPTS, OWN, Config, Outcome, checked
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Verdict
 from trainload.retraining.ticks.line_lease import Held, LineLeases
@@ -41,7 +41,6 @@ from trainload.retraining.ticks.tick_records import (
     Ended,
     Evaluated,
     Failed,
-    Outcome,
     Pinned,
     Scores,
     Taken,

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -25,13 +25,10 @@ from trainload.core.records import MAX_RECORD, Nonce, Record, Sealed, Text, Time
 from trainload.packaging.format.field_types import Sha256
 from trainload.packaging.stores.releases import Line, ReleaseId
 from trainload.packaging.stores.store import Store
+from trainload.retraining.config.config import Outcome
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks.gate import Check
 
-Outcome = Literal["promoted", "rejected", "conflict", "bad data", "no data", "replaced", "failed"]
-"""Outcome of a tick. conflict: another release was made current manually meanwhile, and the
-challenger remains a candidate.
-replaced: a later tick requested a stop. failed: the maximum number of attempts was reached."""
 Name = Annotated[str, Field(pattern=r"^[0-9]{8}T[0-9]{6}Z$")]
 """Name of a tick: its scheduled time."""
 _NAME = re.compile(r"[0-9]{8}T[0-9]{6}Z")

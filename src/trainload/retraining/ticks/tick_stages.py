@@ -27,6 +27,7 @@ from trainload.retraining.data.snapshot import (
 )
 from trainload.retraining.data.snapshot_records import Snapshot
 from trainload.retraining.ticks import aftermath
+from trainload.retraining.ticks.announcements import announce
 from trainload.retraining.ticks.checks import check_known_names
 from trainload.retraining.ticks.gate import Verdict, decide
 from trainload.retraining.ticks.lineage import TICK
@@ -219,7 +220,7 @@ class Stages:
         return verdict, drift
 
     def after(self, trail: TickContext, ended: Ended) -> tuple[str, ...]:
-        """Hand over, clean up and notify (see `Work.after`)."""
+        """Hand over, clean up, notify and announce (see `Work.after`)."""
         config = trail.config
         wrong: list[str] = []
         steps: list[Callable[[], object]] = []
@@ -249,6 +250,9 @@ class Stages:
                 step()
             except TrainloadError as error:
                 wrong.append(aftermath.in_words(error))
+        if config.mlflow is not None or config.webhooks:
+            told_of = ended.model_copy(update={"warnings": (*ended.warnings, *wrong)})
+            wrong += announce(config, trail.store, ended=told_of)
         return tuple(wrong)
 
     def hand_over(

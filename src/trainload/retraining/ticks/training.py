@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainload.core.errors import RequestError, StorageError
+from trainload.core.errors import RequestError, StorageError, first_line
 from trainload.core.logs import logged_suppress
 from trainload.core.storage.places import Where
 from trainload.retraining.config.config import KEYS_ELSEWHERE, Config
@@ -107,7 +107,7 @@ class TickRun:
             return self._result(optimizer_from)
 
     def _result(self, optimizer_from: str | None) -> RunResult:
-        from trainload.launching.api.launch import launch, resume
+        from trainload.launching.api.launch import launch, prepare
         from trainload.launching.run.working_copy import has_run
 
         config, tick = self._trail.config, self._tick_place
@@ -117,27 +117,40 @@ class TickRun:
         }
         if has_run(self.place):
             self._say(f"tick {self._trail.name}: continuing with {self.place}")
-            return resume(
-                self.place, on_event=self._handle_event, policy=self._options["policy"], **cluster
-            )
-        return launch(
-            self._package,
-            self._plan,
-            tick.shared(train_source(config, self._snapshot, tick.folder)),
-            on_event=self._handle_event,
-            run_dir=self.place,
-            steps=self._steps(),
-            eval_data=tick.shared(evaluation_source(config, self._snapshot, tick.folder)),
-            eval_batches=config.evaluation.batches,
-            checkpoint_every=config.train.checkpoint_every,
-            output=f"{self.place}.tl",
-            compile=config.cluster.compile,
-            overrides=self._settings.overrides,
-            optimizer_from=optimizer_from,
+            return self._resume(cluster)
+        run = self._package, self._plan
+        data = tick.shared(train_source(config, self._snapshot, tick.folder))
+        options: dict[str, Any] = {
+            "on_event": self._handle_event,
+            "run_dir": self.place,
+            "steps": self._steps(),
+            "eval_data": tick.shared(evaluation_source(config, self._snapshot, tick.folder)),
+            "eval_batches": config.evaluation.batches,
+            "checkpoint_every": config.train.checkpoint_every,
+            "output": f"{self.place}.tl",
+            "compile": config.cluster.compile,
+            "overrides": self._settings.overrides,
+            "optimizer_from": optimizer_from,
             **cluster,
             **self._options,
             **self._settings.run,
-        )
+        }
+        try:
+            return launch(*run, data, **options)
+        except StorageError as error:
+            if not self._settings.run.get("sinks") or has_run(self.place):
+                raise
+            # A launch is rejected if a tracker refuses it, a resumed run is not: no tick may depend
+            # on one. If something else is wrong, this raises the same error.
+            prepare(*run, data, **options)
+            self._say(f"tick {self._trail.name}: {first_line(error)}")
+            return self._resume(cluster)
+
+    def _resume(self, cluster: dict[str, Any]) -> RunResult:
+        from trainload.launching.api.launch import resume
+
+        policy = self._options["policy"]
+        return resume(self.place, on_event=self._handle_event, policy=policy, **cluster)
 
     def _steps(self) -> int | None:
         train = self._trail.config.train
