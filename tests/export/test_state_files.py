@@ -95,9 +95,7 @@ def test_any_checkpoint_of_a_run_is_exported(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_the_command_names_a_run_and_a_step(
-    run: Path, tmp_path: Path, to: str
-) -> None:
+def test_the_command_names_a_run_and_a_step(run: Path, tmp_path: Path, to: str) -> None:
     output = str(tmp_path / f"model.{to}")
     assert cli.run(["export", f"{run}@4", "--to", to, "--output", output]) == 0
     assert cli.run(["export", f"{run}@4", "--to", to, "--output", output]) == 2

@@ -73,6 +73,7 @@ LAYERS = [
     "launching.api",
     "freezing",
     "passes",
+    "trainer_arguments",
     "huggingface",
     "transforms",
     "exporting",
