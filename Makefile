@@ -192,9 +192,15 @@ coverage-suite: env
 	$(BIN)/python -m tests.torch_samples.count
 	$(BIN)/python -m tests.coverage.suite
 
-integrations: env
+integrations: env .airflow/.stamp
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[integrations]"
 	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
+
+# Airflow's requirements exclude others.
+.airflow/.stamp:
+	$(PYTHON) -m venv .airflow
+	.airflow/bin/python -m pip install --quiet apache-airflow-core==3.3.2 apache-airflow-providers-standard
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
