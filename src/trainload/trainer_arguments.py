@@ -20,7 +20,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What a job does with an argument.
+    """Treatment of an argument by a job.
 
     Attributes:
         treatment: "taken": part of the job. "rejected": an error, unless the value is `idle` or
