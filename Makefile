@@ -222,7 +222,7 @@ simulate: env
 	$(BIN)/python benchmarks/simulate.py
 
 # MLflow's server requires other versions than constraints.txt has, so it has an environment of its own.
-integrations: env .mlflow/.stamp
+integrations: env .mlflow/.stamp .airflow/.stamp
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[integrations]"
 	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
 
@@ -237,6 +237,11 @@ coverage-suite: env
 	$(BIN)/python -m tests.torch_samples.count
 	$(BIN)/python -m tests.coverage.suite
 
+# Airflow's requirements exclude others.
+.airflow/.stamp:
+	$(PYTHON) -m venv .airflow
+	.airflow/bin/python -m pip install --quiet apache-airflow-core==3.3.2 apache-airflow-providers-standard
+	touch $@
 
 clean:
 	rm -rf $(VENV) .lowest build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from trainload.capture.job.definition import AssetLike, Job, Loss, SchedulerFactory
 from trainload.core.errors import JobError
 from trainload.core.suggestions import did_you_mean
+from trainload.trainer_arguments import check_arguments_of_trainer
 
 IGNORED = -100
 """Value of labels that do not count."""
@@ -45,24 +46,6 @@ LABELS = (
 )
 """Entries of a batch that predict does not read."""
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-_UNSUPPORTED_SETTINGS: dict[str, tuple[Any, str]] = {
-    "label_smoothing_factor": (0, "Pass a loss with label smoothing: Job(loss=...)."),
-    "fp16": (False, "Use bf16, which needs no loss scaling."),
-    "gradient_checkpointing": (
-        False,
-        "Leave it off: the plan decides which activations are recomputed.",
-    ),
-    "neftune_noise_alpha": (None, "Add the noise in the model's embedding."),
-    "optim_args": (None, "Set the optimizer with dataclasses.replace(job, optimizer=...)."),
-    "optim_target_modules": (
-        None,
-        "Set the optimizer with dataclasses.replace(job, optimizer=...).",
-    ),
-    "deepspeed": (None, "Omit it: the strategy is chosen by trainload.plan."),
-    "fsdp": (None, "Omit it: the strategy is chosen by trainload.plan."),
-    "parallelism_config": (None, "Omit it: the strategy is chosen by trainload.plan."),
-}
-"""Unsupported setting -> its value without effect, and a hint."""
 _LOSS_DEPENDENT_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that depend on the loss, not only on the step."""
 
@@ -232,16 +215,7 @@ class _Settings:
 
     def __init__(self, args: Any) -> None:
         self._args = args
-        for name, (idle, hint) in _UNSUPPORTED_SETTINGS.items():
-            value = self.get(name, idle)
-            if value not in (idle, None, "", [], {}, False) and value != idle:
-                raise JobError(
-                    "this setting is not supported",
-                    where=f"args.{name}",
-                    expected=repr(idle),
-                    got=repr(value),
-                    hint=hint,
-                )
+        check_arguments_of_trainer(args)
         self.steps: int = self.get("max_steps", -1)
         if self.steps < 1:
             raise JobError(

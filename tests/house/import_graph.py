@@ -74,6 +74,7 @@ LAYERS = [
     "launching.api",
     "freezing",
     "passes",
+    "trainer_arguments",
     "huggingface",
     "transforms",
     "exporting",

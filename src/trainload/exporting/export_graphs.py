@@ -314,9 +314,9 @@ def _export_adapters(
             hint="Name the folder of the run: trainload export RUN --to peft.",
         )
     with new_folder(path) as root:
-        write_peft_folder(root, run, _origin(package))
+        tensors = write_peft_folder(root, run, _origin(package))
         if check:
-            check_peft_folder(root, run)
+            check_peft_folder(root, tensors)
     return _weights_exported(path, "peft")
 
 

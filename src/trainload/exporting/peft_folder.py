@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from trainload.capture.job.stored_tensors import has_equal_bits
@@ -25,7 +26,7 @@ from trainload.core.paths import write_bytes
 from trainload.exporting.weights_folder import CARD, MADE_OF, NOTE, transformers_part
 from trainload.launching.api.run_weights import RunWeights
 from trainload.launching.settings.adapter_names import WEIGHT
-from trainload.launching.settings.peft_adapter import CONFIG, PREFIX, VALUES, read_adapter
+from trainload.launching.settings.peft_adapter import CONFIG, PREFIX, VALUES
 from trainload.packaging.format.assets import ASSETS
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.package import Package
@@ -42,8 +43,8 @@ _TASKS = {
 """Suffix of the name of a transformers class -> peft's name of its task."""
 
 
-def write_peft_folder(root: Path, run: RunWeights, note: Mapping[str, Any]) -> None:
-    """Write the adapters of a run into an empty folder.
+def write_peft_folder(root: Path, run: RunWeights, note: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Write the adapters of a run into an empty folder; return the tensors by their names there.
 
     Args:
         root: the folder.
@@ -98,25 +99,22 @@ def write_peft_folder(root: Path, run: RunWeights, note: Mapping[str, Any]) -> N
     }
     write_bytes(root / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     tensors |= {f"{PREFIX}{name}": value for name, value in state.items()}
-    write_tensors(root / VALUES, {name: value.contiguous() for name, value in tensors.items()})
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    write_tensors(root / VALUES, tensors)
     write_bytes(root / NOTE, canonical_json({**note, "part": part, "step": run.step}))
     write_bytes(root / CARD, _card(config, note).encode())
+    return tensors
 
 
-def check_peft_folder(root: Path, run: RunWeights) -> None:
-    """Read a folder without modules beside its adapters as a run would, and compare every matrix.
+def check_peft_folder(root: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read a folder with safetensors and compare every tensor with those that were to be written.
 
     Raises:
-        PackageError: a matrix is missing or differs.
+        PackageError: a tensor is missing or differs.
     """
-    if run.also:
-        return
-    found = read_adapter(str(root))
-    prefix = transformers_part(run.frozen)
-    for adapter in run.adapters:
-        module = _within(adapter.weight, f"{prefix}." if prefix else "").removesuffix(WEIGHT)
-        for kind, name in (("A", adapter.down), ("B", adapter.up)):
-            if not has_equal_bits(found.values[module, kind], run.values[name]):
+    with safe_open(root / VALUES, framework="pt") as opened:
+        for name, value in tensors.items():
+            if not has_equal_bits(opened.get_tensor(name), value):
                 raise PackageError("a written tensor differs from the run's", where=name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from trainload.launching.data.dataset import open_dataset, source_columns
 from trainload.packaging.format.entries import data_specs
 from trainload.packaging.package import Package
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make integrations")
 datasets.disable_progress_bars()
 
