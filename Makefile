@@ -6,7 +6,7 @@
 #   make test-report  the test suite, its slowest tests, and those that take longer than a test may
 #   make check   lint, format, types and the quick tests
 #   make dist    wheel and source distribution, built and checked, in dist/
-#   make installs  the wheel with each Python and torch, installed from the registry: docs/support.md
+#   make installs  the wheel with each Python and torch, installed from the registry: docs/reference/support.md
 #   make lowest  the quick tests with the lowest versions of the dependencies that pyproject.toml accepts
 #   make docs    the documentation as a site in build/site, strictly: no broken link, no undocumented option
 #   make grid    every strategy with every kind of model, against one process: docs/measurements/grid.md

@@ -113,7 +113,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         made = PROJECT.get(path) or path.removeprefix("docs/")
         if path not in PROJECT and not path.startswith("docs/"):
-            return match[0]  # the strict build reports it
+            # a file of the repository is named; the strict build reports what does not exist
+            return f"] (`{path}`)" if (ROOT / path).is_file() else match[0]
         return f"]({posixpath.relpath(made, posixpath.dirname(place))}{anchor})"
 
     return _LINK.sub(link, markdown)

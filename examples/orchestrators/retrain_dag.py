@@ -1,4 +1,4 @@
-"""Airflow DAG whose runs are ticks of a retraining; see docs/orchestrators.md.
+"""Airflow DAG whose runs are ticks of a retraining; see docs/guides/orchestrators.md.
 
 Copy it into Airflow's folder of DAGs, and set RETRAIN_FILE. A run is one scheduled time, so Airflow
 may retry, clear and kill it at any point: the same tick continues where it stopped, and a finished

@@ -133,8 +133,8 @@ class RunSettings(EvaluationSettings):
     form differs.
     """
     sinks: Sequence[SinkName] = ()
-    """Destinations of metrics beside the journal (docs/trackers.md): `tensorboard` (files in the
-    run's folder), `mlflow` (`MLFLOW_TRACKING_URI`), `wandb` (Weights & Biases), `opentelemetry` (an
+    """Destinations of metrics beside the journal (docs/guides/trackers.md): `tensorboard` (files in
+    the run's folder), `mlflow` (`MLFLOW_TRACKING_URI`), `wandb` (Weights & Biases), `opentelemetry` (an
     OTLP collector), `prometheus` (the endpoints of the Ray cluster), or a sink of another installed
     distribution. Each of ours needs the extra of its name. A run whose sink fails continues, with a
     warning.

@@ -7,13 +7,13 @@ trainload imports: packages contain only names of sinks, and can neither bring n
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from trainload.core.errors import ClusterError, RequestError, StorageError, raised
+from trainload.core.suggestions import did_you_mean
 from trainload.launching.sinks.protocol import Sink
 
 GROUP = "trainload.sinks"
@@ -80,13 +80,12 @@ def _find(name: str) -> EntryPoint:
     sinks = installed_sinks()
     points = sinks.get(name, ())
     if not points:
-        near = difflib.get_close_matches(name, sinks, n=1)
         raise RequestError(
             "no sink of this name is installed here",
             where="sinks",
             expected=f"one of {', '.join(sinks)}",
             got=name,
-            hint=f"Did you mean {near[0]}?" if near else "Install the distribution that has it.",
+            hint=did_you_mean(name, sinks, "Install the distribution that has it."),
         )
     ours = [point for point in points if _distribution(point) == _OURS]
     if len(ours or points) > 1:

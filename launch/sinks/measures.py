@@ -2,7 +2,7 @@
 
 A number has one name in TensorBoard, MLflow and W&B ("loss", "metrics/accuracy"), which is the one
 that sinks receive, and one measure in Prometheus and OpenTelemetry, whose names have no variable
-parts. docs/trackers.md has the table.
+parts. docs/guides/trackers.md has the table.
 
 It does not import Ray, so that dashboards can be written anywhere.
 """

@@ -1,7 +1,7 @@
 """The arguments of transformers' Trainer, and what `trainload.huggingface.job_of` does with each.
 
-The table of docs/transformers.md is generated from `ARGUMENTS`. An argument that is not in it, such
-as one of a later version of transformers, must have its default.
+The table of docs/guides/transformers.md is generated from `ARGUMENTS`. An argument that is not in
+it, such as one of a later version of transformers, must have its default.
 """
 
 from __future__ import annotations

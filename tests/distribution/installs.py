@@ -5,7 +5,7 @@
 Each environment is made by uv, with the extra `ray` alone, and runs the first job (first_job.py),
 in one process and on a Ray cluster. It is removed before the next one is made, since each takes
 some 6 GB. Results are added to benchmarks/results/installs.json, in place of those of the same
-releases, and to the table of docs/support.md.
+releases, and to the table of docs/reference/support.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.house.source import ROOT
 from tests.laws.isolated import build_wheel
 
 JOB = Path(__file__).with_name("first_job.py")
-PAGE = ROOT / "docs" / "support.md"
+PAGE = ROOT / "docs" / "reference" / "support.md"
 RESULTS = ROOT / "benchmarks" / "results" / "installs.json"
 BEGIN, END = "<!-- installs: begin -->", "<!-- installs: end -->"
 
@@ -106,7 +106,7 @@ def pair(result: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the table of docs/support.md."""
+    """Return the table of docs/reference/support.md."""
     by_pair = {pair(each): each for each in results}
 
     def cell(python: tuple[int, ...], torch: tuple[int, ...]) -> str:
@@ -131,7 +131,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def add(result: dict[str, Any]) -> None:
-    """Add a result to the file of results, and write the table of docs/support.md."""
+    """Add a result to the file of results, and write the table of docs/reference/support.md."""
     known = json.loads(RESULTS.read_text())["installs"] if RESULTS.exists() else []
     results = sorted([*(e for e in known if pair(e) != pair(result)), result], key=pair)
     told = {"system": f"{platform.system()} {platform.machine()}", "installs": results}

@@ -1,4 +1,4 @@
-"""Table of Trainer's arguments in docs/transformers.md: `python -m tests.house.trainer_page`."""
+"""Trainer's arguments in docs/guides/transformers.md: `python -m tests.house.trainer_page`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.house.source import ROOT
 
 from trainload.trainer_arguments import ACCELERATOR, ARGUMENTS, Argument
 
-PAGE = ROOT / "docs" / "transformers.md"
+PAGE = ROOT / "docs" / "guides" / "transformers.md"
 _BEGIN, _END = "<!-- arguments: generated -->\n", "\n<!-- end: arguments -->"
 
 

@@ -1,4 +1,4 @@
-"""Table of the names of metrics in docs/trackers.md: `python -m tests.launch.sinks.names_table`."""
+"""Names of metrics in docs/guides/trackers.md: `python -m tests.launch.sinks.names_table`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.house.source import ROOT
 
 from trainload.launching.sinks.measures import MEASURES, OF_NUMBERS, OWN
 
-PAGE = ROOT / "docs" / "trackers.md"
+PAGE = ROOT / "docs" / "guides" / "trackers.md"
 BEGIN, END = "<!-- names -->\n", "<!-- end: names -->\n"
 
 

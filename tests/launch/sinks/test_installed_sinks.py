@@ -51,8 +51,10 @@ def test_a_run_uses_the_sink_of_another_distribution(
 def test_the_sink_of_the_documentation_receives_a_run(
     tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    code = python_blocks("docs/trackers.md")[0]
-    toml = (ROOT / "docs/trackers.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    code = python_blocks("docs/guides/trackers.md")[0]
+    toml = (
+        (ROOT / "docs/guides/trackers.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    )
     points = tomllib.loads(toml)["project"]["entry-points"][GROUP]
     sinks = {name: value.partition(":")[2] for name, value in points.items()}
     install(monkeypatch, tmp_path / "site", "json_lines", code, sinks)

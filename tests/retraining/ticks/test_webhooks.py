@@ -93,7 +93,7 @@ def test_the_receiver_of_the_documentation_verifies_messages(
     deliver(Webhook(url=hook.url, secret="${env:HOOK_SECRET}"), "1", {})
     ((headers, body),) = hook.requests
     scope: dict[str, Any] = {}
-    exec(python_blocks("docs/trackers.md")[1], scope)
+    exec(python_blocks("docs/guides/trackers.md")[1], scope)
     assert scope["is_from_trainload"](headers, body, b"open sesame")
     assert not scope["is_from_trainload"](headers, body, b"open")
 
