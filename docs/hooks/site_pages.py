@@ -38,7 +38,7 @@ PARTS = {
     "errors": ("Errors", ("core",)),
 }
 """Page of the API -> its title and the folders that define its names."""
-_LINK = re.compile(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 
 
 def public_names() -> dict[str, str]:
@@ -107,14 +107,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = at_root or f"docs/{place}"
 
     def link(match: re.Match[str]) -> str:
-        target, anchor = match.groups()
+        text, target, anchor = match.groups()
         if "://" in target or target.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         made = PROJECT.get(path) or path.removeprefix("docs/")
         if path not in PROJECT and not path.startswith("docs/"):
             # a file of the repository is named; the strict build reports what does not exist
-            return f"] (`{path}`)" if (ROOT / path).is_file() else match[0]
-        return f"]({posixpath.relpath(made, posixpath.dirname(place))}{anchor})"
+            return f"{text} (`{path}`)" if (ROOT / path).is_file() else match[0]
+        return f"[{text}]({posixpath.relpath(made, posixpath.dirname(place))}{anchor})"
 
     return _LINK.sub(link, markdown)

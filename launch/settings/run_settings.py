@@ -134,10 +134,10 @@ class RunSettings(EvaluationSettings):
     """
     sinks: Sequence[SinkName] = ()
     """Destinations of metrics beside the journal (docs/guides/trackers.md): `tensorboard` (files in
-    the run's folder), `mlflow` (`MLFLOW_TRACKING_URI`), `wandb` (Weights & Biases), `opentelemetry` (an
-    OTLP collector), `prometheus` (the endpoints of the Ray cluster), or a sink of another installed
-    distribution. Each of ours needs the extra of its name. A run whose sink fails continues, with a
-    warning.
+    the run's folder), `mlflow` (`MLFLOW_TRACKING_URI`), `wandb` (Weights & Biases), `opentelemetry`
+    (an OTLP collector), `prometheus` (the endpoints of the Ray cluster), or a sink of another
+    installed distribution. Each of ours needs the extra of its name. A run whose sink fails
+    continues, with a warning.
     """
     statistics: Annotated[int | None, SettingInfo(unit="updates")] = Field(default=None, ge=1)
     """Updates between two samples of statistics by module (activations, gradients, updates over
