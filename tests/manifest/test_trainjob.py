@@ -120,7 +120,8 @@ def test_what_cannot_run_is_rejected(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-STEPS = 2000
+STEPS = 10**6
+"""More steps than the run makes before it is stopped."""
 
 
 @contextmanager
@@ -174,17 +175,16 @@ def test_pods_resume_after_a_termination_and_end_when_the_run_is_stopped(
         process.send_signal(signal.SIGTERM)
         terminated = process.wait(120)
     assert terminated == 1, (tmp_path / "log").read_text()
-    first = step_of(run_dir)
-    with pod(command, tmp_path, tmp_path / "log") as process:
-        wait_until(lambda: is_at(first + 5, process))
-        assert done("stop", run_dir, cwd=tmp_path)[0] == 0
-        stopped = process.wait(120)
-    assert stopped == 0, (tmp_path / "log").read_text()
-    with pod(command, tmp_path, tmp_path / "log") as process:
-        assert process.wait(300) == 0, (tmp_path / "log").read_text()
+    for _ in range(2):  # a run that was stopped is resumed too, by the same job
+        before = step_of(run_dir)
+        with pod(command, tmp_path, tmp_path / "log") as process:
+            wait_until(lambda: is_at(before + 5, process))  # noqa: B023  # called at once
+            assert done("stop", run_dir, cwd=tmp_path)[0] == 0
+            stopped = process.wait(120)
+        assert stopped == 0, (tmp_path / "log").read_text()
     events = read_events(run_dir)
     starts = [event.data["step"] for event in events if event.kind == "start"]
-    assert starts == sorted(starts)
+    assert starts == sorted(set(starts))
     assert len(starts) == 3
     done_steps = [event.data["step"] for event in events if event.kind == "step"]
-    assert done_steps == list(range(STEPS)), "no step was done twice"
+    assert done_steps == list(range(len(done_steps))), "no step was done twice"
