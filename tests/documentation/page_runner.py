@@ -24,7 +24,7 @@ ELSEWHERE = ("pip install ", "python -m venv ", ". venv/bin/activate", "cd ", "k
 """Beginnings of lines that are not run here: the package is installed, and there is no cluster."""
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?")
-SECONDS = 300
+SECONDS = 540
 
 
 @dataclass(frozen=True, slots=True)
