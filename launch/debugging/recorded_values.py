@@ -94,7 +94,8 @@ class RecordedValues:
         origins = json.dumps([asdict(each) for each in self.origins])
         metadata = {"format": _FORMAT, "where": self.where, "origins": origins}
         try:
-            is_new = create_file(path, save(tensors, metadata))
+            # a file with the same bytes would count as the new one
+            is_new = not path.exists() and create_file(path, save(tensors, metadata))
         except OSError as error:
             raise StorageError(
                 f"the values cannot be recorded: {error.strerror}", where=str(path)

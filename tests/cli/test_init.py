@@ -48,18 +48,18 @@ def test_the_next_commands_freeze_and_train_the_file(
 def test_the_file_names_the_next_commands(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.run(["init", "mine.py", "--kind", kind])
+    cli.run(["init", "fresh.py", "--kind", kind])
     commands = next_commands(capsys.readouterr().out)
-    assert next_commands((tmp_path / "mine.py").read_text())[:2] == commands
+    assert next_commands((tmp_path / "fresh.py").read_text())[:2] == commands
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_formatted_and_has_no_lint(kind: str, tmp_path: Path) -> None:
-    cli.run(["init", "mine.py", "--kind", kind])
+    cli.run(["init", "fresh.py", "--kind", kind])
     settings = ["--config", str(Path(__file__).parents[2] / "pyproject.toml")]
     for words in (["check"], ["format", "--check"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *words, *settings, "--no-cache", "mine.py"],
+            [sys.executable, "-m", "ruff", *words, *settings, "--no-cache", "fresh.py"],
             cwd=tmp_path,
             capture_output=True,
             text=True,

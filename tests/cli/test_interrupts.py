@@ -99,9 +99,9 @@ run (stop, profile).
 """
 SHORT = frozenset(
     {"init", "completion", "dashboard", "inspect", "show", "settings", "manifest", "status"}
-    | {"logs", "runs", "releases", "sign", "promote", "rollback", "history", "lineage"}
+    | {"doctor", "logs", "runs", "releases", "sign", "promote", "rollback", "history", "lineage"}
 )
-"""Commands that read or write a few records."""
+"""Commands that read or write a few records, or that make many short checks (doctor)."""
 PARTIAL_IS_KEPT = ("push", "gc")
 """What a push has sent stays, for the next one, and gc's lease is a record."""
 QUICK = ("writes: freeze", "reads: verify")

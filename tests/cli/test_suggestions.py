@@ -42,7 +42,6 @@ TYPOS = {
         "precision",
     ),
     "a value": (["launch", "none.tl", "--data", "d", "--set", "precision=bf61"], "bf16"),
-    "a sink": (["launch", "none.tl", "--data", "d", "--set", "sinks=tensorbord"], "tensorboard"),
     "a learning rate schedule": (
         ["launch", "none.tl", "--data", "d", "--set", "schedule=cosin:10"],
         "cosine",
@@ -73,6 +72,14 @@ def test_a_typo_gets_a_suggestion(
     assert cli.run(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"Did you mean {meant}?")
+
+
+def test_a_typo_in_a_sink_gets_a_suggestion(
+    tiny: Package, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", str(tiny_data), "--run-dir", str(tmp_path / "run"), "--backend", "local"]
+    assert cli.run(["launch", str(tiny.path), *options, "--set", "sinks=tensorbord"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("Did you mean tensorboard?")
 
 
 @pytest.mark.parametrize("words", [TYPOS["a command"][0], TYPOS["a setting"][0]], ids=" ".join)

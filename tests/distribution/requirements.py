@@ -9,7 +9,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from tests.house.source import ROOT
 
-DEVELOPERS = {"coverage", "dev", "fuzz"}
+DEVELOPERS = {"coverage", "dev", "docs", "fuzz", "integrations"}
 """Extras that serve the repository alone."""
 
 

@@ -27,6 +27,10 @@ COMMANDS = {
     ("s3", "push"): ("push", "tiny.tl", "s3://bucket/store"),
     ("s3", "status"): ("status", "s3://bucket/run"),
     ("oci", "push"): ("push", "tiny.tl", "oci://localhost:5000/tiny:1"),
+    ("wandb", "launch"): (*LAUNCH, "--backend", "local", "--set", "sinks=wandb"),
+    ("opentelemetry", "launch"): (*LAUNCH, "--backend", "local", "--set", "sinks=opentelemetry"),
+    ("hub", "push"): ("push", "tiny.tl", "hf://owner/tiny"),
+    ("onnx", "export"): ("export", "tiny.tl", "--to", "onnx", "--graph", "eval"),
 }
 SETTINGS = {
     ("transformers", "schedule"): {"lr_scheduler_type": "cosine"},

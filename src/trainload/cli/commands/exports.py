@@ -43,7 +43,7 @@ def _run_of(source: str) -> tuple[str | None, int | None]:
     return (source, None) if has_run(source) else (None, None)
 
 
-@click.command(short_help="Write it for plain torch.")
+@click.command(short_help="Export a model.")
 @click.argument("source", metavar="PKG|RUN[@STEP]", type=Place())
 @click.option("--to", required=True, type=OneOf(list(_SUFFIXES)), help="Format to write.")
 @click.option(

@@ -18,7 +18,7 @@ _MOST_NAMED = 3
 _ALL, _BETWEEN = "all", "between"
 
 
-@click.command(short_help="Check machines for runs.")
+@click.command(short_help="Check machines.")
 @click.option(
     "--address", metavar="HOST:PORT", help="Ray cluster whose nodes are checked, or auto."
 )
