@@ -4,7 +4,8 @@
 - The reference of the Python API has a page for each part, made from the stub of public names, so
   a new public name is in it.
 
-Links between these files and the pages of docs/ are the repository's own, and are rewritten.
+Links between these files and the pages of docs/ are the repository's own, and are rewritten. A link
+whose text is the name of a page has the page's title.
 """
 
 from __future__ import annotations
@@ -100,6 +101,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _title(path: Path) -> str:
+    """Return the title of a page, or "" if there is none."""
+    heading = re.search(r"^# (.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
+    return heading[1] if heading else ""
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links from and to files at the root to their pages."""
     place = page.file.src_uri
@@ -115,6 +122,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if path not in PROJECT and not path.startswith("docs/"):
             # a file of the repository is named; the strict build reports what does not exist
             return f"{text} (`{path}`)" if (ROOT / path).is_file() else match[0]
+        if text.endswith(".md"):  # a reader of the repository sees files, one of the site titles
+            text = _title(ROOT / path) or text
         return f"[{text}]({posixpath.relpath(made, posixpath.dirname(place))}{anchor})"
 
     return _LINK.sub(link, markdown)
