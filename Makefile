@@ -63,7 +63,7 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p trainload
-	$(BIN)/mypy examples tests
+	$(BIN)/mypy examples tests docs/hooks
 	$(BIN)/python -m tests.house.import_graph
 	$(BIN)/python -m pytest tests/house
 
