@@ -23,7 +23,7 @@ TRAINLOAD = shlex.split(os.environ.get("TRAINLOAD", "trainload"))
 environment.
 """
 WRONG = 2
-"""Exit status for a mistake in the file or in the time, which a retry does not mend."""
+"""Exit status for a mistake in the file or in the time, which a retry does not fix."""
 
 
 @dag(  # type: ignore[untyped-decorator]  # Airflow has an environment of its own

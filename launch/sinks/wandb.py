@@ -25,7 +25,7 @@ FILE = f"{SINK_PREFIX}wandb"
 _DEFAULTS = {"silent": True, "init_timeout": 20.0, "finish_timeout": 25.0}
 """Settings that have other values here unless their variables are set.
 
-W&B's own would let the process of a driver wait for 90 s, and for ever, for a server that is
+W&B's own would let the process of a driver wait for 90 s, or forever, for a server that is
 unavailable, since W&B waits at the end of the process as well.
 """
 _ONLINE = ("online", "run", "shared")

@@ -21,7 +21,7 @@ COMP_CWORD={last}
 _trainload_completion trainload
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-"""What bash does for a completion; `compopt` complains, since no key was pressed."""
+"""Script that completes as bash does; `compopt` complains, since no key was pressed."""
 
 
 class Shell(ShellComplete):

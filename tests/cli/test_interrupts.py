@@ -103,7 +103,7 @@ SHORT = frozenset(
 )
 """Commands that read or write a few records, or that make many short checks (doctor)."""
 PARTIAL_IS_KEPT = ("push", "gc")
-"""What a push has sent stays, for the next one, and gc's lease is a record."""
+"""Commands whose partial results remain: files that a push has sent, and the lease of gc."""
 QUICK = ("writes: freeze", "reads: verify")
 CASES = {
     **{f"writes: {name}": (interrupt_at_first_write, words) for name, words in WRITING.items()},

@@ -33,7 +33,7 @@ TOOLS = (
     "setuptools",
     "wheel",
 )
-"""What the tests import; not at its lowest version."""
+"""Libraries that the tests import; not at their lowest versions."""
 TESTS = (
     "tests/autograd_trace",
     "tests/capture/tracing",

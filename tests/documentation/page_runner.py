@@ -72,7 +72,7 @@ def _replaced(block: Block, replacements: Mapping[str, str]) -> Block:
     return replace(block, text=text)
 
 
-def _run(command: list[str], given: str, folder: Path) -> str:
+def output_of(command: list[str], given: str, folder: Path) -> str:
     """Return what a program prints, given its input."""
     environment = {
         **os.environ,
@@ -115,9 +115,9 @@ def run_page(page: Path, folder: Path, replacements: Mapping[str, str] | None = 
             lines = [
                 line for line in block.text.splitlines() if not line.lstrip().startswith(ELSEWHERE)
             ]
-            output = _run(["bash", "-euo", "pipefail"], "\n".join(lines), folder)
+            output = output_of(["bash", "-euo", "pipefail"], "\n".join(lines), folder)
         elif block.language == "python":
-            output = _run([sys.executable, "-"], block.text, folder)
+            output = output_of([sys.executable, "-"], block.text, folder)
         elif block.language == "text":
             assert missing_lines(block.text, output) == [], output
         else:

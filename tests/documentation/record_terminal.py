@@ -9,14 +9,13 @@ left out by `LEFT_OUT`.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
-from tests.documentation.page_runner import blocks
+from tests.documentation.page_runner import blocks, output_of
 from tests.house.source import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "first-package.md"
@@ -37,20 +36,11 @@ def record(folder: Path) -> Text:
     for block in blocks(PAGE):
         if block.title:
             (folder / block.title).write_text(block.text)
-    subprocess.run([sys.executable, "make_data.py"], cwd=folder, check=True)
+    output_of([sys.executable, "make_data.py"], "", folder)
     text = Text()
     for command in COMMANDS:
         text.append("$ ", style="bold green").append(f"{command}\n", style="bold")
-        done = subprocess.run(
-            command.replace("trainload", f"{sys.executable} -m trainload", 1),
-            shell=True,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=True,
-        )
-        printed = done.stdout.replace(f"{folder}/", "")
+        printed = output_of(["bash"], command, folder).replace(f"{folder}/", "")
         lines = [line for line in printed.splitlines() if not LEFT_OUT.match(line)]
         text.append("\n".join(line.rstrip() for line in lines) + "\n")
     return text

@@ -33,7 +33,7 @@ SMALLER = {"8192, 80, 64": "256, 4, 16", "128256": "512", "--nodes 16 ": ""}
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the how-to pages take for granted: packages, rows and a run that was stopped."""
+    """A folder as the how-to pages assume it: packages, rows and a run that was stopped."""
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         run_examples("how-to", ROWS + PACKAGE + STOPPED_RUN, [], folder, patch, {})

@@ -124,7 +124,7 @@ def test_a_patched_manifest_is_valid_and_has_all_that_it_had(pods: Pods) -> None
 
 
 def test_a_misspelled_field_of_a_patch_is_invalid(tmp_path: Path) -> None:
-    """What the validation of these tests is worth."""
+    """Misspelled fields of manifests are found by the validation of these tests."""
     pods = Pods(name="a", image="i", nodes=(1, 1), devices=1, gpu=False, memory="1Gi", claim=None)
     (tmp_path / "patch.yaml").write_text(
         "spec: {headGroupSpec: {template: {spec: {nodeSelectors: {a: b}}}}}"

@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """What was exported.
+    """Spans and metrics that were exported.
 
     Attributes:
         spans: spans in the order of their export.

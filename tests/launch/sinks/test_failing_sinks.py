@@ -58,9 +58,18 @@ def released() -> Iterator[threading.Event]:
 
 
 def use(monkeypatch: Patch, make: Callable[[], Sink]) -> None:
-    """Make `make` the sink "tensorboard", for which a run waits only briefly."""
+    """Make `make` the sink "tensorboard"."""
     monkeypatch.setattr(sinks, "_open_sink", lambda name, run_dir: make())
-    monkeypatch.setattr(sinks, "_OPEN_SECONDS", 0.2)
+
+
+def use_hanging(monkeypatch: Patch, method: str, released: threading.Event) -> None:
+    """Make a sink whose method hangs "tensorboard", and let a run wait for that only briefly.
+
+    It waits as usual for a sink to open that does open: that takes long on a slow machine.
+    """
+    use(monkeypatch, lambda: Faulty(method, lambda: assert_true(released.wait())))
+    if method == "open":
+        monkeypatch.setattr(sinks, "_OPEN_SECONDS", 0.2)
     monkeypatch.setattr(sinks, "_END_SECONDS", 0.2)
 
 
@@ -120,7 +129,7 @@ def test_a_sink_that_hangs_changes_nothing_in_a_run(
     undisturbed: tuple[list[float], dict[str, str]],
     released: threading.Event,
 ) -> None:
-    use(monkeypatch, lambda: Faulty(method, lambda: assert_true(released.wait())))
+    use_hanging(monkeypatch, method, released)
     found, digests, warnings = trained(tiny, tiny_data, tmp_path / "run", "tensorboard")
     assert (found, digests) == undisturbed
     (warning,) = warnings
@@ -139,7 +148,7 @@ def test_a_sink_that_hangs_changes_nothing_in_a_run_on_ray(
     undisturbed: tuple[list[float], dict[str, str]],
     released: threading.Event,
 ) -> None:
-    use(monkeypatch, lambda: Faulty(method, lambda: assert_true(released.wait())))
+    use_hanging(monkeypatch, method, released)
     run_dir = tmp_path / "run"
     found, digests, warnings = trained(tiny, tiny_data, run_dir, "tensorboard", backend="ray")
     assert (found, digests) == undisturbed
@@ -170,7 +179,7 @@ def test_the_first_of_consecutive_failures_is_one_warning(
 def test_hanging_sinks_are_waited_for_together(
     tmp_path: Path, monkeypatch: Patch, released: threading.Event
 ) -> None:
-    use(monkeypatch, lambda: Faulty("close", lambda: assert_true(released.wait())))
+    use_hanging(monkeypatch, "close", released)
     waits: list[float] = []
     monkeypatch.setattr(
         sinks._Feed, "join", lambda feed, seconds: waits.append(seconds), raising=True

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Hook:
-    """What was received.
+    """A request that was received.
 
     Attributes:
         url: URL of the server.

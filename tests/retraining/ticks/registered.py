@@ -1,4 +1,4 @@
-"""What MLflow's model registry has of a line."""
+"""Read a line's entries of MLflow's model registry."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.driving import drive, evict
+from trainload.cli.commands.overview import DenseCommand
 from trainload.cli.commands.planning import KINDS
 from trainload.cli.commands.runs import launch
 from trainload.cli.commands.shared import (
@@ -77,17 +78,6 @@ def pod_options(command: Command) -> Command:
     return command
 
 
-class ManifestCommand(click.Command):
-    """A command whose help leaves out --help, since it has many options and must fit a screen."""
-
-    def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return --help as a hidden option."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.hidden = True
-        return option
-
-
 class Devices(click.ParamType[tuple[int, str]]):
     """N, N/cuda or N/RESOURCE: the number of devices, and their resource; "" for CPUs."""
 
@@ -109,13 +99,35 @@ class Devices(click.ParamType[tuple[int, str]]):
         return count, resource
 
 
-workers_option = click.option(
-    "--workers",
-    type=Devices(),
-    default="1",
-    metavar="N[/cuda]",
-    help="Devices per node, or N/amd.com/gpu. Default: 1.",
-)
+def node_options(command: Command) -> Command:
+    """Add the options of the storage and the nodes of a run."""
+    for option in (
+        click.option(
+            "--workers",
+            type=Devices(),
+            default="1",
+            metavar="N[/cuda]",
+            help="Devices per node, or N/amd.com/gpu. Default: 1.",
+        ),
+        click.option(
+            "--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi."
+        ),
+        click.option("--store", metavar="URL", help="A URL in place of the claim."),
+        click.option(
+            "--claim", metavar="NAME[:PATH]", help="Volume claim for runs, packages and data."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def run_options(command: Command) -> Command:
+    """Add the options that name a run's resource and folder."""
+    run_dir = click.option(
+        "--run-dir", metavar="DIR", help="Folder of the run. Default: runs/NAME."
+    )
+    name = click.option("--name", help="Resource name. Default: the package's.")
+    return name(run_dir(command))
 
 
 queue_option = click.option(
@@ -135,15 +147,12 @@ manifest.add_command(drive)
 manifest.add_command(evict)
 
 
-@manifest.command(cls=ManifestCommand, short_help="A RayJob or RayCluster.")
+@manifest.command(cls=DenseCommand, short_help="A RayJob or RayCluster.")
 @click.argument("package", metavar="[PKG]", type=Place(), required=False)
 @click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--data", metavar="PATH", help="Training data, as for launch.")
 @click.option("--image", required=True, metavar="IMAGE", help="Image with trainload and Ray.")
-@click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
-@click.option("--store", metavar="URL", help="A URL in place of the claim.")
-@click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
-@workers_option
+@node_options
 @click.option(
     "--nodes",
     type=Span(),
@@ -157,8 +166,7 @@ manifest.add_command(evict)
     default="RayJob",
     help="Kind of resource. Default: RayJob.",
 )
-@click.option("--name", help="Resource name. Default: the package's.")
-@click.option("--run-dir", metavar="DIR", help="Folder of the run. Default: runs/NAME.")
+@run_options
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
@@ -203,8 +211,7 @@ def kuberay(
             "--kind RayCluster does not start a run: omit the package, --data, --run-dir and launch"
             " options."
         )
-    if (claim is None) == (store is None):
-        raise click.UsageError("Pass either --claim or --store, where all nodes find their files.")
+    check_one_storage(claim, store)
     if kind == "RayJob" and (package is None or data is None):
         raise click.UsageError("--kind RayJob needs a package and --data.")
     pods = pods_of(
@@ -274,6 +281,12 @@ def _patched(
     from trainload.deploy.patches import patched, read_patches
 
     return patched(documents, [patch for path in paths for patch in read_patches(path)])
+
+
+def check_one_storage(claim: str | None, store: str | None) -> None:
+    """Raise UsageError unless exactly one of --claim and --store was passed."""
+    if (claim is None) == (store is None):
+        raise click.UsageError("Pass either --claim or --store, where all nodes find their files.")
 
 
 def devices_of(workers: tuple[int, str]) -> dict[str, Any]:
@@ -366,11 +379,16 @@ def launch_options_of(arguments: Sequence[str], place: Callable[[str], str]) -> 
     return options
 
 
+def worker_arguments(workers: tuple[int, str]) -> list[str]:
+    """Return --workers of the launch, which calls GPUs of every vendor cuda, as torch does."""
+    count, resource = workers
+    return ["--workers", f"{count}/cuda" if resource else str(count)]
+
+
 def _size_options(nodes: tuple[int, int], workers: tuple[int, str], *, planned: bool) -> list[str]:
     """Return --nodes and --workers of the launch, or those of its plan."""
     least, most = nodes
-    count, resource = workers
-    options = [] if planned else ["--workers", f"{count}/cuda" if resource else str(count)]
+    options = [] if planned else worker_arguments(workers)
     if most > 1 and not (planned and least == most):
         options += ["--nodes", str(most) if least == most else f"{least}:{most}"]
     return options

@@ -8,38 +8,37 @@ import click
 
 from trainload.cli.commands import shared
 from trainload.cli.commands.deploy import (
-    ManifestCommand,
+    check_one_storage,
     devices_of,
     label_of,
     launch_options_of,
     make_placer,
     manifest,
+    node_options,
     output_option,
     pod_options,
     pods_of,
     queue_of,
     queue_option,
-    workers_option,
+    run_options,
+    worker_arguments,
     write_manifests,
 )
+from trainload.cli.commands.overview import DenseCommand
 from trainload.cli.commands.runs import launch
-from trainload.cli.commands.shared import Span, json_option
+from trainload.cli.commands.shared import Place, Span, json_option
 
 
-@manifest.command(cls=ManifestCommand, short_help="A TrainJob of Kubeflow.")
-@click.argument("package", metavar="PKG")
+@manifest.command(cls=DenseCommand, short_help="A TrainJob of Kubeflow.")
+@click.argument("package", metavar="PKG", type=Place())
 @click.argument("options", metavar="[-- LAUNCH OPTIONS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--data", required=True, metavar="PATH", help="Training data, as for launch.")
 @click.option("--image", required=True, metavar="IMAGE", help="Image with trainload.")
-@click.option("--claim", metavar="NAME[:PATH]", help="Volume claim for runs, packages and data.")
-@click.option("--store", metavar="URL", help="A URL in place of the claim.")
-@click.option("--memory", required=True, metavar="SIZE", help="Memory of each node, such as 64Gi.")
-@workers_option
+@node_options
 @click.option(
     "--nodes", type=Span(), default="1", metavar="N", help="Nodes; several need a --plan."
 )
-@click.option("--name", help="Resource name. Default: the package's.")
-@click.option("--run-dir", metavar="DIR", help="Folder of the run. Default: runs/NAME.")
+@run_options
 @click.option(
     "--retries",
     type=click.IntRange(min=0),
@@ -76,8 +75,7 @@ def trainjob(
     """Write a run under torchrun for Kubeflow Trainer. Relative paths start at its storage."""
     from trainload.deploy.kubeflow import torchrun_command, train_job
 
-    if (claim is None) == (store is None):
-        raise click.UsageError("Pass either --claim or --store, where all nodes find their files.")
+    check_one_storage(claim, store)
     pods = pods_of(
         claim,
         env,
@@ -99,8 +97,7 @@ def trainjob(
         raise click.UsageError(
             "Under torchrun several nodes need a plan for them: -- --plan PLAN (trainload plan)."
         )
-    count, resource = workers
-    size = [] if planned else ["--workers", f"{count}/cuda" if resource else str(count)]
+    size = [] if planned else worker_arguments(workers)
     arguments = [place(package), "--data", place(data), *size, *launch_arguments]
     launch.make_context("launch", list(arguments))
     command = torchrun_command(folder, arguments, shared.program_options())
