@@ -63,6 +63,19 @@ def run_first_job(python: Path, *words: str) -> str:
     return "" if done.returncode == 0 else (done.stdout + done.stderr)[-2000:] or "no output"
 
 
+def release_of(interpreter: str) -> str:
+    """Return the release of an interpreter, such as "3.12.1".
+
+    Raises:
+        argparse.ArgumentTypeError: it does not run.
+    """
+    code = "import platform; print(platform.python_version())"
+    try:
+        return subprocess.check_output([interpreter, "-c", code], text=True).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise argparse.ArgumentTypeError(f"{interpreter} does not run: {error}") from error
+
+
 def version_of(python: Path, name: str) -> str:
     """Return the version of a distribution in an environment."""
     code = f"import importlib.metadata as m; print(m.version({name!r}))"
@@ -70,14 +83,12 @@ def version_of(python: Path, name: str) -> str:
 
 
 def try_install(
-    wheel: Path, interpreter: str, torch: str, *, compiled: bool = True
+    wheel: Path, interpreter: str, release: str, torch: str, *, compiled: bool = True
 ) -> dict[str, Any]:
     """Install the wheel with one Python and one torch, and run the first job."""
     environment = Path(tempfile.mkdtemp(prefix="install-"))
     python = environment / "bin" / "python"
-    code = "import platform; print(platform.python_version())"
-    result: dict[str, Any] = {"torch": torch, "compiled": compiled}
-    result["python"] = subprocess.check_output([interpreter, "-c", code], text=True).strip()
+    result: dict[str, Any] = {"python": release, "torch": torch, "compiled": compiled}
     try:
         named = f"trainload[ray] @ {wheel.as_uri()}"
         error = uv("venv", "--clear", "--python", interpreter, environment) or uv(
@@ -144,15 +155,18 @@ def add(result: dict[str, Any]) -> None:
 def main() -> None:
     """Try every combination. Torch by torch: its files are downloaded once."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("interpreters", nargs="+", metavar="PYTHON")
+    parser.add_argument(
+        "interpreters", nargs="+", metavar="PYTHON", type=lambda name: (name, release_of(name))
+    )
     parser.add_argument("--torch", action="append", choices=VERSIONS)
     parser.add_argument("--interpreted", action="store_true", help="compile no graphs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         wheel = build_wheel(Path(folder) / "wheel")
         for torch in options.torch or VERSIONS:
-            for interpreter in options.interpreters:
-                result = try_install(wheel, interpreter, torch, compiled=not options.interpreted)
+            for interpreter, release in options.interpreters:
+                compiled = not options.interpreted
+                result = try_install(wheel, interpreter, release, torch, compiled=compiled)
                 print(json.dumps(result), flush=True)
                 add(result)
 
