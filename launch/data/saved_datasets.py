@@ -90,6 +90,6 @@ def _parse(content: bytes) -> dict[str, Any]:
     """Return a JSON object; {} for anything else, which is not a file of datasets."""
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

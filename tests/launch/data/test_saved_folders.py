@@ -82,3 +82,9 @@ def test_a_saved_dataset_without_rows_is_called_so(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", _data_files=[])
     with pytest.raises(MissingDataError, match="the data set has no rows"):
         open_dataset(folder, SPECS, tmp_path / "cache")
+
+
+def test_a_state_that_is_nested_deeply_lists_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path / "saved")
+    (folder / "state.json").write_text("[" * 200_000)
+    assert open_dataset(folder, SPECS, tmp_path / "cache").size == len(TOKENS)
