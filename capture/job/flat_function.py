@@ -128,6 +128,14 @@ class StepFunction(Traced):
             outputs.append(OutputSpec("weight", OutputRole.WEIGHT))
             values.append(loss.weight)
         _check_names(loss.metrics, f"{self._where}: metrics")
+        if taken := sorted({each.name for each in outputs} & loss.metrics.keys()):
+            raise JobError(
+                f"a metric has the name of the {taken[0]} itself",
+                where=f"{self._where}: metrics",
+                expected="another name",
+                got=repr(taken[0]),
+                hint="Rename the metric.",
+            )
         _check_names(loss.outputs, f"{self._where}: outputs")
         for name in sorted(loss.metrics):
             outputs.append(OutputSpec(name, OutputRole.METRIC))

@@ -196,7 +196,11 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
         return None
     try:
         shape = json.loads(about[b"ARROW:extension:metadata"])
-    except (KeyError, ValueError):  # treated as lists, whose lengths are known from their values
+    except (
+        KeyError,
+        ValueError,
+        RecursionError,
+    ):  # treated as lists, whose lengths are known from their values
         return None
     return (
         tuple(shape)

@@ -88,7 +88,11 @@ def _open_tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]
             yield stream, _read_places(stream, file.name)
     except DataError:
         raise
-    except (IntegrityError, ValueError, KeyError, TypeError, OSError) as error:
+    # the last two: of a header that is nested deeply, or no object
+    except (
+        *(IntegrityError, ValueError, KeyError, TypeError, OSError),
+        *(RecursionError, AttributeError),
+    ) as error:
         raise unreadable(file, "a safetensors file", error) from error
 
 

@@ -12,6 +12,8 @@ from trainload.core.errors import DataError, MissingDataError
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
+_INDICES = ("_indices_data_files", "_indices_files")
+"""Keys of STATE by which early versions of datasets select and order rows."""
 
 
 def data_files(content: bytes, folder: str) -> list[str] | None:
@@ -23,11 +25,25 @@ def data_files(content: bytes, folder: str) -> list[str] | None:
         folder: path or URL of the folder, for messages.
 
     Raises:
-        DataError: a name is not that of a file in the folder.
+        DataError: a name is not that of a file in the folder, or the rows are chosen by indices.
+        MissingDataError: it has no files, and so no rows.
     """
-    listed = _parse(content).get("_data_files")
+    state = _parse(content)
+    listed = state.get("_data_files")
     if not isinstance(listed, list):
         return None
+    if any(state.get(key) for key in _INDICES):
+        raise DataError(
+            "a data set has a file of indices, which says which rows of the others are part of it",
+            where=f"{folder}/{STATE}",
+            expected="files with its rows only, as present versions of datasets write them",
+            hint=(
+                "Write it again with the version of datasets that wrote it:"
+                " load_from_disk(FOLDER).flatten_indices().save_to_disk(ANOTHER)."
+            ),
+        )
+    if not listed:
+        raise MissingDataError("the data set has no rows", where=folder)
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed]
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or PurePosixPath(name).name != name:
@@ -74,6 +90,6 @@ def _parse(content: bytes) -> dict[str, Any]:
     """Return a JSON object; {} for anything else, which is not a file of datasets."""
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -31,6 +31,7 @@ PREFIX = "base_model.model."
 _KEY = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _MAX_CONFIG = 2**24
 _MAX_VALUES = 2**36
+_MAX_ALPHA = 2.0**64
 _WITHOUT_EFFECT = frozenset(
     {
         # what the folder belongs to, and how peft opens it
@@ -115,12 +116,12 @@ def read_adapter(folder: str) -> PeftAdapter:
     values: dict[tuple[str, str], torch.Tensor] = {}
     for name, tensor in tensors.items():
         match = _KEY.fullmatch(name)
-        if match is None or tensor.ndim != 2:
+        if match is None or tensor.ndim != 2 or not tensor.is_floating_point():
             raise WeightsError(
                 "the adapter has a tensor that is not an A or B of a linear layer",
                 where=f"{folder}/{VALUES}",
                 expected=f"{PREFIX}MODULE.lora_A.weight or {PREFIX}MODULE.lora_B.weight",
-                got=f"{printable(name)} of shape {tuple(tensor.shape)}",
+                got=f"{printable(name)}, {tensor.dtype}, of shape {tuple(tensor.shape)}",
                 hint="Merge it into its model with peft, and launch with --weights FOLDER.",
             )
         values[match["module"], match["part"]] = tensor
@@ -193,7 +194,7 @@ def _common_rank(
                 "a module has only one of A and B", where=f"{where}, {printable(module)}"
             )
         ranks |= {down.shape[0], up.shape[1]}
-    if len(ranks) != 1:
+    if len(ranks) != 1 or 0 in ranks:
         raise WeightsError(
             "the matrices of the adapter have no common rank",
             where=where,
@@ -204,23 +205,37 @@ def _common_rank(
     return ranks.pop()
 
 
+def _number(value: Any) -> float:
+    """Return a number of JSON as it is, and NaN for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else math.nan
+
+
 def _parse_config(text: bytes, where: str) -> dict[str, Any]:
     try:
         config: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError("not valid JSON", where=where) from error
-    alpha = config.get("lora_alpha") if isinstance(config, dict) else None
-    if not isinstance(alpha, int | float) or not alpha > 0 or not math.isfinite(alpha):
+    is_object = isinstance(config, dict)
+    if not is_object or not 0 < _number(config.get("lora_alpha")) <= _MAX_ALPHA:
         raise WeightsError(
             "not a configuration of an adapter",
             where=where,
             expected="a JSON object with a positive lora_alpha",
-            got=repr(config)[:80],
+            got=repr(config.get("lora_alpha") if is_object else config)[:80],
+        )
+    if not 0 <= _number(config.get("lora_dropout") or 0) <= 1:
+        raise WeightsError(
+            "not a configuration of an adapter",
+            where=f"{where}, lora_dropout",
+            expected="a number from 0 to 1",
+            got=repr(config["lora_dropout"])[:80],
         )
     expected: dict[str, Sequence[Any]] = {
         "peft_type": ("LORA",),
         "bias": (None, "none"),
         "init_lora_weights": _INITIALISATIONS,
+        "use_rslora": (None, False, True),
         **dict.fromkeys(config.keys() - _WITHOUT_EFFECT - _READ, (None, False, "", [], {})),
     }
     for name, values in expected.items():

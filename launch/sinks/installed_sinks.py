@@ -13,12 +13,14 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from trainload.core.errors import ClusterError, RequestError, StorageError, raised
+from trainload.core.processes import handlers_kept
 from trainload.core.suggestions import did_you_mean
 from trainload.launching.sinks.protocol import Sink
 
 GROUP = "trainload.sinks"
 _OURS = "trainload"
 """Name of our own distribution."""
+_METHODS = ("numbers", "text", "close")
 
 
 def installed_sinks() -> Mapping[str, tuple[EntryPoint, ...]]:
@@ -49,8 +51,16 @@ def check_sink_libraries(sinks: Sequence[str]) -> None:
 
     Raises:
         RequestError: no installed distribution has a sink of this name, or several have one.
-        StorageError: the library of a sink is not installed, or its module cannot be imported.
+        StorageError: the library of a sink is not installed, its module cannot be imported, or its
+            entry point is not a class or function.
     """
+    if repeated := sorted({name for name in sinks if sinks.count(name) > 1}):
+        raise RequestError(
+            "a sink is named twice",
+            where="sinks",
+            expected="each sink once",
+            got=", ".join(repeated),
+        )
     for name in sinks:
         load_sink(name)
 
@@ -61,19 +71,39 @@ def load_sink(name: str) -> Callable[[Path], Sink]:
     The errors are those of `check_sink_libraries`.
     """
     point = _find(name)
-    with naming_extra(name):
+    with naming_extra(name), handlers_kept():
         try:
             sink: Callable[[Path], Sink] = point.load()
         except ImportError:
             raise
-        except Exception as error:  # the module is someone else's, and may raise anything
+        # the module is someone else's, and may raise anything
+        except (Exception, SystemExit) as error:
             raise StorageError(
                 f"the sink {name} cannot be imported",
                 where="sinks",
                 expected=f"{point.value} of the distribution {_distribution(point)}",
                 got=raised(error),
             ) from error
+    if not callable(sink):
+        raise StorageError(
+            f"the sink {name} cannot be made",
+            where="sinks",
+            expected=f"{point.value}: a class, or a function, that is called with the run's folder",
+            got=type(sink).__name__,
+        )
     return sink
+
+
+def check_is_sink(name: str, sink: object) -> None:
+    """Raise StorageError if an object lacks a method of `Sink`. `name` is the name of the sink."""
+    missing = [each for each in _METHODS if not callable(getattr(sink, each, None))]
+    if missing:
+        raise StorageError(
+            f"the sink {name} lacks methods",
+            where="sinks",
+            expected=", ".join(_METHODS),
+            got=f"{type(sink).__name__}, without {', '.join(missing)}",
+        )
 
 
 def _find(name: str) -> EntryPoint:

@@ -7,6 +7,7 @@ and `_END_SECONDS` at the end.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from trainload.core.errors import StorageError, raised
+from trainload.core.redaction import redacted
 from trainload.launching.run.journal import Event
-from trainload.launching.sinks.installed_sinks import load_sink, naming_extra
-from trainload.launching.sinks.protocol import EventSink, Outcome, Sink
+from trainload.launching.sinks.installed_sinks import check_is_sink, load_sink, naming_extra
+from trainload.launching.sinks.protocol import Outcome, Sink
 
 _OUTCOMES: Mapping[str, Outcome] = {"end": "ended", "stopped": "stopped", "failed": "failed"}
 """Kind of a run's last event -> outcome of the run."""
@@ -176,7 +178,7 @@ class _Feed(threading.Thread):
             for method, call in _calls(sink, event, self._step):
                 if not self._call_sink(method, call):
                     break
-        self._call_sink("close", partial(sink.close, self._outcome))
+        self._call_sink("close", lambda: sink.close(self._outcome))
 
     def _made(self) -> Sink | None:
         """Return the sink, however many attempts that takes; None if the run is over before, or is
@@ -197,8 +199,9 @@ class _Feed(threading.Thread):
         """Call a method of the sink, and return True if that did not fail."""
         try:
             call()
-        # a server may fail in any way, and libraries raise SystemExit; the run continues
-        except (Exception, SystemExit) as error:  # noqa: BLE001
+        # a server may fail in any way, and libraries raise SystemExit, or panics of Rust that are
+        # no Exceptions; the run continues
+        except BaseException as error:  # noqa: BLE001
             if isinstance(error, StorageError) and self._is_new and not self._is_tried.is_set():
                 self._refusal = error
             else:
@@ -210,7 +213,7 @@ class _Feed(threading.Thread):
     def _warn(self, method: str, problem: str) -> None:
         """Report a failure, unless it follows another one."""
         if not self._failing:
-            message = f"{self.name} did not accept the run's metrics: {problem}"
+            message = redacted(f"{self.name} did not accept the run's metrics: {problem}")
             self._on_event(Event("warning", {"message": message}, time.time()))
         self._failing = self._failing | {method}
 
@@ -258,14 +261,18 @@ def _calls(sink: Sink, event: Event, steps_done: int) -> Iterator[tuple[str, Cal
     step = int(event.data["step"]) if event.kind == "checkpoint" else steps_done
     values = numbers_of(event)
     if values:
-        yield "numbers", partial(sink.numbers, values, step, event.time)
+        yield "numbers", lambda: sink.numbers(values, step, event.time)
     elif "message" in event.data:
         message = str(event.data["message"])
-        yield "text", partial(sink.text, event.kind, message, step, event.time)
-    if isinstance(sink, EventSink):
-        yield "event", partial(sink.event, event, step)
+        yield "text", lambda: sink.text(event.kind, message, step, event.time)
+    receive = getattr(sink, "event", None)  # of an EventSink
+    if receive is not None:
+        # others receive the event as well, whatever this sink does with its own
+        yield "event", lambda: receive(copy.deepcopy(event), step)
 
 
 def _open_sink(name: str, run_dir: Path) -> Sink:
     with naming_extra(name):
-        return load_sink(name)(run_dir)
+        sink = load_sink(name)(run_dir)
+    check_is_sink(name, sink)
+    return sink

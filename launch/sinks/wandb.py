@@ -14,6 +14,7 @@ from pathlib import Path
 
 import wandb
 
+from trainload.core.atomic import replace_file
 from trainload.core.errors import StorageError, first_line
 from trainload.launching.run.working_copy import SINK_PREFIX
 from trainload.launching.sinks.protocol import Outcome
@@ -45,7 +46,8 @@ class Wandb:
         given = os.environ
         file = run_dir / FILE
         if not file.exists():
-            file.write_text(f"{given.get('WANDB_RUN_ID') or secrets.token_hex(4)}\n")
+            run_id = given.get("WANDB_RUN_ID") or secrets.token_hex(4)
+            replace_file(file, f"{run_id}\n".encode())
         # W&B otherwise copies what the driver prints, records its git repository and its code, and
         # prints a summary between the lines of the driver's progress
         settings = wandb.Settings(

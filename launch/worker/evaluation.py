@@ -135,7 +135,9 @@ class Evaluation:
         graph.
         """
         names = ["loss", *self._engine.metric_names(graph)]
-        return {name: total / totals[-1] for name, total in zip(names, totals[:-1], strict=True)}
+        means = [total / totals[-1] for total in totals[:-1]]
+        # packages of earlier versions may have a metric "loss"
+        return dict(zip(names, means, strict=True)) | {"loss": means[0]}
 
     def _microbatches(self, number: int, part: OpenPart) -> Iterator[tuple[Microbatch, float, int]]:
         """Yield this rank's batches, each with its factor in the sum over ranks and the number of

@@ -6,7 +6,7 @@ system puts its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainload.core.canonical_json import sha256_bytes
@@ -16,7 +16,7 @@ from trainload.core.storage.open_files import open_bounded
 from trainload.packaging.format.manifest import MAX_MANIFEST, Manifest
 from trainload.packaging.format.manifest_records import FileEntry
 from trainload.packaging.format.package_paths import MANIFEST, SIGNATURES
-from trainload.packaging.stores.pull import write_pulled
+from trainload.packaging.stores.pull import PullReport, pull_report, write_pulled
 from trainload.packaging.stores.push import OnProgress, local_package, unwatched
 
 _MOST_SIGNATURE_BYTES = 2**20
@@ -64,12 +64,21 @@ def send_package(package: Path, url: str) -> None:
         files.send(path, package / path, expected, lambda count: None)
 
 
-def fetch_package(url: str, path: Path, *, on_progress: OnProgress = unwatched) -> None:
-    """Fetch the package at a URL. Every byte is checked before the package appears.
+def fetch_package(
+    url: str,
+    path: Path,
+    *,
+    reuse: Sequence[str | Path] = (),
+    on_progress: OnProgress = unwatched,
+) -> PullReport:
+    """Fetch the package at a URL, without debug/. Every byte is checked before the package appears.
+
+    Signatures are fetched if the server lists the files of a folder.
 
     Args:
         url: its URL.
         path: a folder that does not exist.
+        reuse: further local packages whose files may be reused.
         on_progress: called with the numbers of finished and total bytes.
 
     Raises:
@@ -88,7 +97,8 @@ def fetch_package(url: str, path: Path, *, on_progress: OnProgress = unwatched) 
     def fetch(entry: FileEntry) -> Iterator[bytes]:
         return files.receive(paths[entry.sha256], entry.size)
 
-    write_pulled(path, entries, fetch, on_progress=on_progress)
+    fetched = write_pulled(path, entries, fetch, reuse=reuse, on_progress=on_progress)
+    return pull_report(files.url, None, "", path, entries, fetched)
 
 
 def _signatures(files: StoreFiles) -> dict[str, FileEntry]:

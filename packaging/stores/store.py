@@ -33,6 +33,7 @@ from trainload.core.storage.open_files import open_files
 from trainload.core.suggestions import did_you_mean
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.manifest_records import FileEntry
+from trainload.packaging.format.package_paths import MANIFEST
 from trainload.packaging.stores.releases import (
     Mark,
     Pointer,
@@ -50,6 +51,7 @@ from trainload.packaging.stores.releases import (
 INFO = "store.json"
 NOBODY = "none"
 """Value of `only_if` for a line without a current release."""
+_PACKAGE_HINT = "It is a package: use it as it is, or push it to a store."
 _READERS = 8
 _TRIES = 1000
 
@@ -90,6 +92,7 @@ class Store:
                 "this location contains other files, but no store",
                 where=self.url,
                 got=", ".join(existing[:5]),
+                hint=_PACKAGE_HINT if MANIFEST in existing else "",
             )
         if not create:
             raise StorageError(

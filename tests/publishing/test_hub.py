@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load
 from tests.house.source import python_blocks
 from tests.launch.tiny import Tiny, tiny_job, write_rows
 from tests.publishing.hub_server import TOKEN, Hub, serving
+from tests.retraining.ticks.hook_server import hook_server
 
 import trainload
 from trainload.cli import main as cli
@@ -245,3 +247,28 @@ def test_the_commands_push_and_pull(
     output = str(tmp_path / "back.tl")
     assert cli.run(["pull", f"{REPO}@{commit}", "--output", output]) == 0
     assert trainload.open(output).digest == package.digest
+
+
+ELSEWHERE = [b"<html>Log in</html>", b"[]", b"{}", b'"x"']
+
+
+@pytest.mark.parametrize("body", ELSEWHERE)
+def test_a_pull_from_a_server_that_is_not_a_hub_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    with hook_server(lambda number: 200, body=body) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        with pytest.raises(StorageError, match="does not respond as the Hub does"):
+            trainload.pull(REPO, tmp_path / "back.tl")
+
+
+@pytest.mark.parametrize("body", ELSEWHERE)
+def test_a_push_to_a_server_that_is_not_a_hub_says_so_without_the_token(
+    package: Package, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hook_server(lambda number: 200, body=body) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        with pytest.raises(StorageError, match="does not respond as the Hub does") as caught:
+            trainload.push(package.path, REPO)
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))

@@ -102,6 +102,24 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 @contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Restore the handlers of SIGINT, SIGTERM and SIGHUP after the block, which may import modules
+    that set their own. Outside of the main thread nothing can set one.
+    """
+    if not in_main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextmanager
 def _lost_interrupts_repeated() -> Iterator[None]:
     """Interrupt the main thread again if a KeyboardInterrupt was raised where Python ignores it.
 

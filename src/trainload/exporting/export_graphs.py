@@ -37,7 +37,7 @@ from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.core.storage.places import path_here
 from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import VERSION
-from trainload.exporting.onnx_model import check_onnx, load_onnx, write_onnx
+from trainload.exporting.onnx_model import HINT, check_onnx, load_onnx, write_onnx
 from trainload.exporting.peft_folder import check_peft_folder, write_peft_folder
 from trainload.exporting.state_files import (
     check_dcp,
@@ -343,18 +343,18 @@ def _export_graph(
     with quiet_torch(), warnings.catch_warnings():
         ignore_torchs_warnings()
         original, program = _plain_program(package, capture, device)
+        inputs = {
+            spec.name: f"{spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in capture.inputs
+        }
+        outputs = tuple(spec.name for spec in capture.outputs)
         if to == "onnx":
-            check_onnx(program, where, compared=check)
+            check_onnx(program, where, list(inputs), outputs, compared=check)
         if batches:
             program.example_inputs = (
                 ({key: value.to(device) for key, value in batches[0].items()},),
                 {},
             )
         add_size_conditions(program, [] if capture.guard is None else size_checks(capture.guard))
-        inputs = {
-            spec.name: f"{spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in capture.inputs
-        }
-        outputs = tuple(spec.name for spec in capture.outputs)
         note = _origin(package) | {
             "graph": name,
             "device": device.type,
@@ -485,6 +485,7 @@ def _difference(
             f"the exported file cannot be opened: {raised(error)}",
             where=where,
             got=to,
+            hint=HINT if to == "onnx" else "",
         ) from error
     tolerance = tolerance_of(capture) * (1.0 if to == "pt2" else _COMPILED)
     worst = 0.0
@@ -496,7 +497,10 @@ def _difference(
                 results = call({name: value.to(device) for name, value in batch.items()})
         except Exception as error:  # torch's code may raise anything, as above
             raise PackageError(
-                f"the exported graph fails: {raised(error)}", where=where, got=to
+                f"the exported graph fails: {raised(error)}",
+                where=where,
+                got=to,
+                hint=HINT if to == "onnx" else "",
             ) from error
         pairs = [
             (f"output {spec.name}", a, b)

@@ -22,12 +22,33 @@ LARGEST = 2**31 - 2**20
 _LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def check_onnx(program: ExportedProgram, where: str, *, compared: bool) -> None:
+HINT = (
+    "ONNX Runtime lacks operators on the CPU, many of them in bfloat16. Freeze the model in"
+    " float32, or write the file without the comparison: --no-check, or check=False."
+)
+"""Hint for a model that ONNX Runtime cannot open."""
+
+
+def check_onnx(
+    program: ExportedProgram,
+    where: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    compared: bool,
+) -> None:
     """Check that a graph can be an ONNX model, before it is made.
 
+    Args:
+        program: the graph.
+        where: the graph's name, for messages.
+        inputs: names of its inputs.
+        outputs: names of its outputs.
+        compared: True if ONNX Runtime will compute it.
+
     Raises:
-        PackageError: a library is not installed, the graph writes buffers, or its weights are too
-            large for one file.
+        PackageError: a library is not installed, an output has the name of an input, the graph
+            writes buffers, or its weights are too large for one file.
     """
     missing = [
         name
@@ -40,6 +61,13 @@ def check_onnx(program: ExportedProgram, where: str, *, compared: bool) -> None:
             where="to",
             got=f"no {', '.join(missing)}",
             hint='pip install "trainload[onnx]"',
+        )
+    if both := [name for name in outputs if name in inputs]:
+        raise PackageError(
+            "an output has the name of an input, and names of an ONNX model are unique",
+            where=where,
+            got=", ".join(both),
+            hint="Rename the output in the job's predict function, or export it with --to pt2.",
         )
     # the package's graph writes in place; only a functional form has the writes in its signature
     with _quiet():

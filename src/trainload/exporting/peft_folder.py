@@ -219,7 +219,7 @@ def _asset(package: Package, name: str) -> Mapping[str, Any]:
         return {}
     try:
         document: Any = json.loads(package.asset(name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PackageError("not valid JSON", where=f"{ASSETS}{name}") from error
     return document if isinstance(document, dict) else {}
 

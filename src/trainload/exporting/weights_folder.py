@@ -113,7 +113,7 @@ def transformers_part(package: Package) -> str | None:
         return None
     try:
         document: Any = json.loads(package.asset(MADE_OF))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PackageError("not valid JSON", where=f"{ASSETS}{MADE_OF}") from error
     part = document.get("part") if isinstance(document, dict) else None
     if not isinstance(part, str):

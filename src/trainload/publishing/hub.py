@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trainload.core.credentials import without_secrets
-from trainload.core.errors import ConflictError, StorageError
+from trainload.core.errors import ConflictError, StorageError, raised
 from trainload.core.storage.filesystem import failures, unreachable
 from trainload.core.versions import VERSION
 from trainload.exporting.weights_folder import (
@@ -113,25 +113,30 @@ def push_hub(
         files = {path: root / path for path, _ in walk(root)}
         files |= {f"{FOLDER}/{path}": package / path for path in local.files}
         api = hub.HfApi()
-        api.create_repo(repo, exist_ok=True, private=True)
-        if branch is not None:
-            api.create_branch(repo, branch=branch, exist_ok=True)
-        head = api.repo_info(repo, revision=branch)
+        with _answers(reference):
+            api.create_repo(repo, exist_ok=True, private=True)
+            if branch is not None:
+                api.create_branch(repo, branch=branch, exist_ok=True)
+            head = api.repo_info(repo, revision=branch)
         stale = [
             path
             for path in (each.rfilename for each in head.siblings or ())
             if path not in files and (path.startswith(f"{FOLDER}/") or _WEIGHTS.fullmatch(path))
         ]
-        commit = api.create_commit(
-            repo,
-            [
-                *(hub.CommitOperationAdd(path, source) for path, source in sorted(files.items())),
-                *(hub.CommitOperationDelete(path) for path in stale),
-            ],
-            commit_message=message or f"trainload: package {local.digest[:12]}",
-            revision=branch,
-            parent_commit=head.sha,
-        )
+        with _answers(reference):
+            commit = api.create_commit(
+                repo,
+                [
+                    *(
+                        hub.CommitOperationAdd(path, source)
+                        for path, source in sorted(files.items())
+                    ),
+                    *(hub.CommitOperationDelete(path) for path in stale),
+                ],
+                commit_message=message or f"trainload: package {local.digest[:12]}",
+                revision=branch,
+                parent_commit=head.sha,
+            )
         size = sum(path.stat().st_size for path in files.values())
     return HubPushReport(f"{SCHEME}{repo}", commit.oid, local.digest, len(files), size)
 
@@ -153,7 +158,8 @@ def pull_hub(reference: str, path: Path, *, on_progress: OnProgress = unwatched)
     hub = _library()
     with _failures(reference):
         # the commit, so that a push meanwhile changes nothing
-        commit = hub.HfApi().repo_info(repo, revision=revision).sha
+        with _answers(reference):
+            commit = hub.HfApi().repo_info(repo, revision=revision).sha
         fetch_package(f"{SCHEME}{repo}@{commit}/{FOLDER}", path, on_progress=on_progress)
     local = local_package(path)
     sizes = [entry.size for entry in local.files.values()]
@@ -197,6 +203,26 @@ def _library() -> ModuleType:
             "the library for hf:// is not installed", hint='pip install "trainload[hub]"'
         ) from error
     return huggingface_hub
+
+
+@contextmanager
+def _answers(where: str) -> Iterator[None]:
+    """Convert the errors by which the Hub's library fails to read the responses of another server
+    into StorageError.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StorageError(
+            "the server does not respond as the Hub does",
+            where=where,
+            got=raised(error),
+            hint="Check HF_ENDPOINT, and the proxy if there is one.",
+        ) from without_secrets(error)
 
 
 @contextmanager

@@ -11,10 +11,11 @@ from typing import Any
 
 from trainload.core.errors import StorageError
 from trainload.core.storage.interface import NO_OPTIONS
-from trainload.core.storage.places import path_here
+from trainload.core.storage.places import is_url, path_here
 from trainload.packaging.format.package_files import check_outside_packages
 from trainload.packaging.stores.collect import gc
 from trainload.packaging.stores.oci import OciPushReport, pull_oci, push_oci
+from trainload.packaging.stores.package_at_url import digest_at, fetch_package
 from trainload.packaging.stores.pull import PullReport
 from trainload.packaging.stores.pull import pull as pull_from_store
 from trainload.packaging.stores.push import OnProgress, PushReport, unwatched
@@ -167,18 +168,19 @@ def pull(
     options: Mapping[str, Any] = NO_OPTIONS,
     on_progress: OnProgress = unwatched,
 ) -> PullReport | HubPullReport:
-    """Pull a package from a store, a registry, or a repository of the Hugging Face Hub.
+    """Pull a package from a store, a registry, a repository of the Hugging Face Hub, or a URL.
 
     Every byte is compared with its digest before the package appears. Files that sibling packages
     of `path` have already are not fetched.
 
     Args:
-        store: a folder or fsspec URL, STORE#LINE, STORE#LINE/RELEASE, oci://HOST/NAME:TAG, or
-            hf://OWNER/NAME@REVISION.
+        store: a folder or fsspec URL, STORE#LINE, STORE#LINE/RELEASE, oci://HOST/NAME:TAG,
+            hf://OWNER/NAME@REVISION, or the URL of a package's own folder, such as
+            https://example.org/gpt.tl.
         path: the package to write; a folder that does not exist.
         line: name of the line. None: the store's only line.
         release: number of the release, or "latest". None: the current release.
-        debug: if True, include debug/.
+        debug: if True, include debug/, which only stores and registries have.
         reuse: further local packages whose files may be reused.
         options: as for `push`.
         on_progress: called with the numbers of finished and total bytes.
@@ -216,6 +218,9 @@ def pull(
             options=options,
             on_progress=on_progress,
         )
+    is_named = line is not None or release is not None or "#" in str(store)
+    if is_url(store) and not is_named and not options and digest_at(str(store)) is not None:
+        return fetch_package(str(store), path_here(path), reuse=reuse, on_progress=on_progress)
     store, line, release = _resolve_release(store, line, release)
     return pull_from_store(
         store,

@@ -149,6 +149,16 @@ def test_a_metric_without_a_usable_name_is_refused(name: Any) -> None:
         capture(job_of(Model(), loss=loss))
 
 
+@pytest.mark.parametrize("name", ["loss", "weight"])
+def test_a_metric_with_the_name_of_the_loss_or_its_weight_is_refused(name: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> trainload.Loss:
+        value = mean_square(model, batch)
+        return trainload.Loss(value, weight=torch.ones(()), metrics={name: value})
+
+    with pytest.raises(JobError, match=f"Job.loss: metrics: a metric has the name of the {name}"):
+        capture(job_of(Model(), loss=loss))
+
+
 @pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
 def test_a_path_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the file name is too long or contains NUL"):

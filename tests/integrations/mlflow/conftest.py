@@ -12,7 +12,6 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,17 +25,39 @@ __all__ = ["folder", "lived", "small", "store", "wider"]
 COMMAND = Path(os.environ.get("MLFLOW_COMMAND", ROOT / ".mlflow" / "bin" / "mlflow"))
 
 
-@dataclass(frozen=True, slots=True)
 class Server:
-    """A server and its processes."""
+    """A server with its records in a folder, and its processes."""
 
-    url: str
-    process: subprocess.Popen[bytes]
+    def __init__(self, records: Path) -> None:
+        self._records, self._port = records, free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again at the same address if it was killed."""
+        options = ["--backend-store-uri", f"sqlite:///{self._records}/mlflow.db", "--workers", "1"]
+        options += ["--artifacts-destination", str(self._records)]
+        options += ["--host", "127.0.0.1", "--port", str(self._port)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with (self._records / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [COMMAND, "server", *options],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=self._records,
+                start_new_session=True,
+            )
+        wait_until(lambda: responds(self.url), meanwhile=self._check_running, every=0.2)
+
+    def _check_running(self) -> None:
+        assert self._process.poll() is None, (self._records / "log").read_text()[-2000:]
 
     def kill(self) -> None:
-        """Kill it and its workers."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """Kill it and its workers, if it is running."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def responds(url: str) -> bool:
@@ -52,31 +73,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server at MLFLOW_TRACKING_URI."""
     if not COMMAND.exists():
         pytest.skip(f"there is no MLflow server at {COMMAND}: `make integrations` installs one")
-    url = f"http://127.0.0.1:{(port := free_port())}"
     records = tmp_path / "mlflow-server"
     records.mkdir()
-    options = ["--backend-store-uri", f"sqlite:///{records}/mlflow.db", "--workers", "1"]
-    options += ["--artifacts-destination", str(records), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with (records / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [COMMAND, "server", *options],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            cwd=records,
-            start_new_session=True,
-        )
-    running = Server(url, process)
-
-    def check_running() -> None:
-        assert process.poll() is None, (records / "log").read_text()[-2000:]
-
+    running = Server(records)
     try:
-        wait_until(lambda: responds(url), meanwhile=check_running, every=0.2)
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", running.url)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         yield running
     finally:
-        if process.poll() is None:
-            running.kill()
+        running.kill()

@@ -63,6 +63,50 @@ def test_a_server_that_dies_changes_nothing_in_a_run(
     assert "mlflow did not accept the run's metrics" in warning
 
 
+def test_a_server_that_dies_and_returns_has_all_losses_of_one_run(
+    server: Server, tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    def interfere(event: Event) -> None:
+        if event.kind == "step" and event.data["step"] == 0:
+            server.kill()
+        elif event.kind == "step" and event.data["step"] == 2:
+            server.start()
+
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    trainload.launch(
+        tiny,
+        plan,
+        tiny_data,
+        run_dir=tmp_path / "run",
+        steps=4,
+        compile=False,
+        backend="local",
+        sinks=["mlflow"],
+        on_event=interfere,
+    )
+    client = MlflowClient()
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    history = {each.step: each.value for each in client.get_metric_history(run.info.run_id, "loss")}
+    found = losses(read_events(tmp_path / "run"))
+    assert history == pytest.approx(dict(enumerate(found, 1)))
+    assert (run.info.status, run.data.params["package"]) == ("FINISHED", tiny.digest)
+
+
+def test_a_resumed_run_continues_its_run_at_the_server(
+    server: Server, tiny: Package, tiny_data: Path, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    trained(tiny, tiny_data, tmp_path / "run", "mlflow")
+    trainload.resume(tmp_path / "run", steps=6)
+    client = MlflowClient()
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [each.step for each in history] == [1, 2, 3, 4, 5, 6]
+
+
 def test_ticks_register_their_releases_and_a_rollback_moves_the_alias(
     server: Server, folder: Path, small: Package
 ) -> None:

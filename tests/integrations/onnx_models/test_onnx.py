@@ -134,3 +134,53 @@ def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="bessel_j0"):
         trainload.export(package, tmp_path / "special.onnx", to="onnx")
     assert not list(tmp_path.glob("*.onnx"))
+
+
+class Line(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.to(self.layer.weight.dtype))
+        return y.mean(-1, keepdim=True) + y
+
+
+def line_job(dtype: torch.dtype, **outputs: str) -> trainload.Job:
+    """Return a job whose predict function returns y, and inputs by the names of outputs."""
+    return job(
+        Line(dtype),
+        predict=lambda model, batch: {
+            "y": model(batch["x"]),
+            **{name: batch[each] for name, each in outputs.items()},
+        },
+        batch={"x": torch.randn(4, 8)},
+        loss=lambda model, batch: model(batch["x"]).float().square().mean(),
+    )
+
+
+def test_an_output_with_the_name_of_an_input_is_refused(tmp_path: Path) -> None:
+    package = trainload.freeze(line_job(torch.float32, x="x"), tmp_path / "line.tl")
+    with pytest.raises(PackageError, match=r"an output has the name of an input.*got x"):
+        trainload.export(package, tmp_path / "line.onnx", to="onnx")
+
+
+def test_an_input_that_is_returned_under_another_name_comes_out(tmp_path: Path) -> None:
+    package = trainload.freeze(line_job(torch.float32, same="x"), tmp_path / "line.tl")
+    trainload.export(package, tmp_path / "line.onnx", to="onnx")
+    x = torch.randn(3, 8)
+    assert torch.from_numpy(computed(tmp_path / "line.onnx", {"x": x})["same"]).equal(x)
+
+
+def test_what_onnx_runtime_cannot_compute_is_written_without_the_comparison(
+    tmp_path: Path,
+) -> None:
+    package = trainload.freeze(line_job(torch.bfloat16), tmp_path / "line.tl")
+    with pytest.raises(PackageError, match=r"bfloat16.*--no-check"):
+        trainload.export(package, tmp_path / "line.onnx", to="onnx")
+    trainload.export(package, tmp_path / "line.onnx", to="onnx", check=False)
+    (weight,) = [
+        each for each in onnx.load(tmp_path / "line.onnx").graph.initializer if each.dims == [8, 8]
+    ]
+    stored = torch.frombuffer(bytearray(weight.raw_data), dtype=torch.bfloat16)
+    assert stored.equal(package.weights.tensor("layer.weight").flatten())

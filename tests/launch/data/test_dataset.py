@@ -324,6 +324,16 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, cache: Path, name: str, d
         open_dataset(path, [TOKENS], cache)
 
 
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"[]", b'"x"', b'{"tokens":3}'])
+def test_a_safetensors_file_whose_header_is_no_object_of_tensors_is_refused(
+    tmp_path: Path, cache: Path, header: bytes
+) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DataError, match="cannot be read"):
+        open_dataset(path, [TOKENS], cache)
+
+
 def test_a_changed_byte_in_an_npz_is_refused(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, tokens=tokens(2000))

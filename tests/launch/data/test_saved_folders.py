@@ -69,3 +69,22 @@ def test_a_state_of_another_program_lists_nothing(tmp_path: Path) -> None:
         *TOKENS[4:].tolist(),
         *TOKENS[:4].tolist(),
     ]
+
+
+@pytest.mark.parametrize("key", ["_indices_data_files", "_indices_files"])
+def test_rows_that_indices_select_are_not_replaced_by_all_rows(tmp_path: Path, key: str) -> None:
+    folder = save(tmp_path / "saved", **{key: [{"filename": "indices.arrow"}]})
+    with pytest.raises(DataError, match="a file of indices"):
+        open_dataset(folder, SPECS, tmp_path / "cache")
+
+
+def test_a_saved_dataset_without_rows_is_called_so(tmp_path: Path) -> None:
+    folder = save(tmp_path / "saved", _data_files=[])
+    with pytest.raises(MissingDataError, match="the data set has no rows"):
+        open_dataset(folder, SPECS, tmp_path / "cache")
+
+
+def test_a_state_that_is_nested_deeply_lists_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path / "saved")
+    (folder / "state.json").write_text("[" * 200_000)
+    assert open_dataset(folder, SPECS, tmp_path / "cache").size == len(TOKENS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.launch.settings.adapters_by_hand import ADAPTERS
 from tests.laws.runs import curve
@@ -102,6 +104,58 @@ def changed(exported: Path, folder: Path, **config: Any) -> Path:
 def test_a_setting_that_is_not_known_is_rejected(exported: Path, tmp_path: Path) -> None:
     folder = changed(exported, tmp_path / "adapter", use_something=True)
     with pytest.raises(WeightsError, match="use_something"):
+        trainload.Adapters.from_peft(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_alpha", True),
+        ("lora_alpha", "4"),
+        ("lora_alpha", 10**400),
+        ("lora_alpha", -1),
+        ("lora_dropout", "0.1"),
+        ("lora_dropout", [0.1]),
+        ("lora_dropout", 2.0),
+        ("use_rslora", "no"),
+        ("rank_pattern", {"second": 4}),
+        ("alpha_pattern", {"second": 4}),
+        ("modules_to_save", ["last"]),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("fan_in_fan_out", True),
+    ],
+)
+def test_a_setting_that_a_run_would_not_compute_is_rejected(
+    exported: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    folder = changed(exported, tmp_path / "adapter", **{name: value})
+    with pytest.raises(WeightsError, match=name):
+        trainload.Adapters.from_peft(folder)
+
+
+def test_a_configuration_that_is_nested_deeply_is_rejected(exported: Path, tmp_path: Path) -> None:
+    folder = changed(exported, tmp_path / "adapter")
+    (folder / CONFIG).write_text("[" * 200_000)
+    with pytest.raises(WeightsError, match="not valid JSON"):
+        trainload.Adapters.from_peft(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.to(torch.int8), r"not an A or B of a linear layer.*torch\.int8"),
+        (lambda a: a[:0] if a.shape[0] < a.shape[1] else a[:, :0], "no common rank.*got 0"),
+        (lambda a: a[0], r"not an A or B of a linear layer"),
+    ],
+)
+def test_values_that_are_no_matrices_of_numbers_are_rejected(
+    exported: Path, tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    folder = changed(exported, tmp_path / "adapter")
+    tensors = load_file(folder / VALUES)
+    save_file({k: change(v).contiguous() for k, v in tensors.items()}, folder / VALUES)
+    with pytest.raises(WeightsError, match=message):
         trainload.Adapters.from_peft(folder)
 
 

@@ -160,8 +160,12 @@ def assert_true(value: bool) -> None:
     assert value
 
 
+class PanicError(BaseException):
+    """An error that is no Exception, as extensions in Rust raise it."""
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("error", [ValueError, SystemExit, StorageError])
+@pytest.mark.parametrize("error", [ValueError, SystemExit, StorageError, PanicError])
 def test_the_first_of_consecutive_failures_is_one_warning(
     method: str, error: type[BaseException], tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -252,3 +256,41 @@ def test_a_collector_that_is_away_changes_nothing_in_a_run(
     assert (found, digests) == undisturbed
     (warning,) = warnings
     assert "the OpenTelemetry collector did not accept" in warning
+
+
+@pytest.mark.parametrize("method", ["numbers", "text", "close"])
+def test_a_sink_that_loses_a_method_is_one_warning(
+    method: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    sink = Faulty("", raise_error)
+    monkeypatch.setattr(sink, method, property())
+    use(monkeypatch, lambda: sink)
+    heard: list[Event] = []
+    with open_sinks(["tensorboard"], tmp_path, heard.append, new=False) as tell:
+        tell(Event("note", {"message": "hello"}, 1.0))
+        tell(step(0))
+    assert [event.kind for event in heard].count("warning") == 1
+
+
+def test_a_sink_cannot_change_the_events_of_others(tmp_path: Path, monkeypatch: Patch) -> None:
+    class Changing(Faulty):
+        def event(self, event: Event, step: int) -> None:
+            event.data.clear()  # type: ignore[attr-defined]  # it is a dict
+
+    use(monkeypatch, lambda: Changing("", raise_error))
+    event = step(0)
+    with open_sinks(["tensorboard"], tmp_path, lambda event: None) as tell:
+        tell(event)
+    assert event == step(0)
+
+
+def test_a_warning_of_a_sink_shows_no_password(tmp_path: Path, monkeypatch: Patch) -> None:
+    def fail() -> None:
+        raise ConnectionError("cannot reach https://me:hunter2@tracker.example.org/api")
+
+    use(monkeypatch, lambda: Faulty("numbers", fail))
+    heard: list[Event] = []
+    with open_sinks(["tensorboard"], tmp_path, heard.append) as tell:
+        tell(step(0))
+    (warning,) = [event.data["message"] for event in heard if event.kind == "warning"]
+    assert "cannot reach https://me:***@tracker.example.org/api" in warning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -143,6 +144,8 @@ def test_no_distribution_replaces_a_sink_of_ours(tmp_path: Path, monkeypatch: Pa
     [
         ("import missing_library", "Install what broken needs"),
         ("raise ValueError('no licence')", "cannot be imported.*broken:Sink.*no licence"),
+        ("raise SystemExit('no licence')", "cannot be imported.*broken:Sink.*no licence"),
+        ("Sink = 3", "cannot be made.*broken:Sink: a class, or a function.*got int"),
         ("", "cannot be imported.*broken:Sink.*has no attribute"),
     ],
 )
@@ -154,3 +157,37 @@ def test_a_sink_that_cannot_be_imported_is_named_before_the_run(
     with pytest.raises(StorageError, match=f"(?s){message}"):
         check_sink_libraries(["broken"])
     sys.modules.pop("broken", None)
+
+
+@pytest.mark.parametrize("made", ["None", "3"])
+def test_a_launch_with_a_sink_that_is_none_is_rejected(
+    tiny: Package, tiny_data: Path, tmp_path: Path, monkeypatch: Patch, made: str
+) -> None:
+    code = f"def make(run_dir):\n    return {made}"
+    install(monkeypatch, tmp_path / "site", "nothing", code, {"nothing": "make"})
+    monkeypatch.delitem(sys.modules, "nothing", raising=False)
+    plan = trainload.plan(tiny, trainload.Cluster(), "single")
+    run_dir = tmp_path / "run"
+    with pytest.raises(
+        StorageError, match=r"the sink nothing lacks methods.*without numbers, text"
+    ):
+        trainload.launch(tiny, plan, tiny_data, run_dir=run_dir, sinks=["nothing"], **OPTIONS)
+    assert not run_dir.exists()
+    sys.modules.pop("nothing", None)
+
+
+def test_a_sink_that_is_named_twice_is_rejected() -> None:
+    with pytest.raises(RequestError, match=r"a sink is named twice.*got tensorboard"):
+        check_sink_libraries(["tensorboard", "tensorboard"])
+
+
+def test_the_import_of_a_sink_changes_no_handler_of_signals(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nSink = dict"
+    install(monkeypatch, tmp_path, "deaf", code, {"deaf": "Sink"})
+    monkeypatch.delitem(sys.modules, "deaf", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    check_sink_libraries(["deaf"])
+    assert signal.getsignal(signal.SIGTERM) is before
+    sys.modules.pop("deaf", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def test_mlflow_has_a_failed_run_as_failed_and_keeps_no_more_than_it_may(
 
     sink = mlflow.Mlflow.__new__(mlflow.Mlflow)
     client = Client()
-    sink._client, sink._run, sink._waiting = client, "run", []
+    sink._client, sink._run, sink._waiting, sink._sent = client, "run", [], time.monotonic()
     monkeypatch.setattr(mlflow, "_MAX_BUFFERED", 1200)
     for number in range(3000):
         with contextlib.suppress(ConnectionError):

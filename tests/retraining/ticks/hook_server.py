@@ -40,19 +40,25 @@ class Hook:
 
 
 @contextmanager
-def hook_server(answer: Callable[[int], int] = lambda number: 204) -> Iterator[Hook]:
-    """Run a server within the context."""
+def hook_server(
+    answer: Callable[[int], int] = lambda number: 204, body: bytes = b""
+) -> Iterator[Hook]:
+    """Run a server within the context, which responds to every request with this body."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            hook.requests.append(({name.lower(): v for name, v in self.headers.items()}, body))
+            data = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            hook.requests.append(({name.lower(): v for name, v in self.headers.items()}, data))
             status = hook.answer(len(hook.requests) - 1)
             self.send_response(status)
             if 300 <= status < 400:
                 self.send_header("Location", f"{hook.url}/elsewhere")
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.do_POST()
 
         def log_message(self, *_arguments: Any) -> None:
             pass

@@ -125,6 +125,30 @@ def test_a_server_that_is_gone_is_a_storage_error(store: Store, monkeypatch: Pat
         register_current(Mlflow(), store, LINE)
 
 
+def test_a_server_that_is_not_mlflows_is_a_storage_error(store: Store, monkeypatch: Patch) -> None:
+    with hook_server(lambda number: 200, body=b"{}") as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+        with pytest.raises(StorageError, match="MLflow did not register the release"):
+            register_current(Mlflow(), store, LINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("HOOK_URL", "file:///etc/hostname"), ("HOOK_SECRET", "whsec_?")]
+)
+def test_a_webhook_that_could_not_be_notified_is_named_by_the_check(
+    folder: Path, small: Package, monkeypatch: Patch, name: str, value: str
+) -> None:
+    for each, usual in {
+        "HOOK_URL": "https://hooks.example.org/a1",
+        "HOOK_SECRET": "sesame",
+    }.items():
+        monkeypatch.setenv(each, value if each == name else usual)
+    hook = {"url": "${env:HOOK_URL}", "secret": "${env:HOOK_SECRET}"}
+    config = checked({**config_of(folder, small).to_json(), "webhooks": [hook]}, "the test")
+    with pytest.raises(StorageError, match="webhook"):
+        check_config(config)
+
+
 def test_a_webhook_whose_secret_is_not_set_is_named_by_the_check(
     folder: Path, small: Package
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,56 @@ def test_a_server_that_is_gone_is_named_by_its_reference(monkeypatch: Patch) -> 
         deliver(Webhook(url="${env:HOOK_URL}", attempts=1), "7", {})
     assert "${env:HOOK_URL}" in str(caught.value)
     assert "secret-path" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/hostname",
+        "data:,secret-part",
+        "ftp://example.org/secret-part",
+        "https:///secret-part",
+        "https://example.org/secret-part x",
+        "https://example.org/x\nsecret-part",
+        "http://127.0.0.1:secret-part/x",
+        "http://[secret-part/x",
+        "https://me:secret-part@example.org/x",
+        "https://example.org/größe-secret-part",
+    ],
+)
+def test_a_reference_to_anything_but_a_url_of_http_is_rejected_without_its_value(
+    url: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("HOOK_URL", url)
+    with pytest.raises(StorageError, match=r"\$\{env:HOOK_URL\}: this is not the URL") as caught:
+        deliver(Webhook(url="${env:HOOK_URL}", attempts=1), "7", {})
+    assert "secret-part" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_reference_may_be_a_part_of_a_url_and_end_in_a_line_break(
+    hook: Hook, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("HOOK_TOKEN", "T0/B0/abc?x=1\n")
+    deliver(Webhook(url=f"{hook.url}/${{env:HOOK_TOKEN}}"), "7", {})
+    assert hook.ids == ["7"]
+
+
+@pytest.mark.parametrize("secret", ["whsec_", "whsec_not base64", "whsec_äöü"])
+def test_a_secret_that_is_no_key_is_rejected_without_its_value(
+    hook: Hook, monkeypatch: Patch, secret: str
+) -> None:
+    monkeypatch.setenv("HOOK_SECRET", secret)
+    with pytest.raises(StorageError, match="not valid base64") as caught:
+        deliver(Webhook(url=hook.url, secret="${env:HOOK_SECRET}"), "7", {})
+    assert secret not in str(caught.value).replace("whsec_ and", "")
+    assert hook.requests == []
+
+
+def test_two_webhooks_of_one_url_are_rejected() -> None:
+    least = {"store": "s", "line": LINE, "data": {"files": "a"}, "evaluation": {"hold_out": 0.1}}
+    hooks = [{"url": "https://example.org"}, {"url": "https://example.org", "events": ["failed"]}]
+    with pytest.raises(RequestError, match=r"webhooks.*each URL once"):
+        checked({**least, "webhooks": hooks}, "the test")
 
 
 def checked_hook(**keys: Any) -> Webhook:

@@ -148,8 +148,8 @@ def pull(
     without_debug: bool,
     as_json: bool,
 ) -> None:
-    """Fetch a release as a package: STORE, STORE#LINE, STORE#LINE/N or hf://OWNER/NAME@REVISION.
-    Every file is checked against its digest.
+    """Fetch a release as a package: STORE, STORE#LINE, STORE#LINE/N or hf://OWNER/NAME@REVISION; or
+    the package whose folder is at a URL. Every file is checked against its digest.
 
     Files that packages in the folder of PKG already have are linked, not fetched.
     """
@@ -172,7 +172,7 @@ def pull(
         return
     rows: list[tuple[str, Any]] = [
         ("package", str(report.path)),
-        ("release", f"{report.line} {report.release}" if report.line else report.release),
+        ("release", f"{report.line} {report.release}" if report.line else report.release or "-"),
         ("digest", report.digest),
         (
             "fetched",

@@ -16,12 +16,13 @@ from pydantic import (
     PlainSerializer,
     ValidationError,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
 from trainload.core.arguments import nearest_literal
 from trainload.core.errors import RequestError
-from trainload.core.redaction import REFERENCE, redacted
+from trainload.core.redaction import HIDDEN, REFERENCE, redacted
 from trainload.core.suggestions import did_you_mean
 from trainload.launching.settings.describe import settings_schema
 from trainload.packaging.stores.releases import Line
@@ -426,7 +427,7 @@ class Webhook(_Section):
 
     @model_validator(mode="after")
     def _check_no_credentials(self) -> Webhook:
-        if redacted(self.url) != self.url:
+        if HIDDEN in redacted(self.url):
             raise ValueError("a URL without credentials: refer to it as ${env:NAME}")
         return self
 
@@ -461,6 +462,14 @@ class Config(_Section):
     notify: Hook | None = None
     mlflow: Mlflow | None = None
     webhooks: Annotated[tuple[Webhook, ...], Field(max_length=20)] = ()
+
+    @field_validator("webhooks")
+    @classmethod
+    def _check_distinct_urls(cls, webhooks: tuple[Webhook, ...]) -> tuple[Webhook, ...]:
+        urls = [hook.url for hook in webhooks]
+        if len(set(urls)) < len(urls):  # the records of deliveries are those of a URL
+            raise ValueError("each URL once, with all of its events")
+        return webhooks
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration as JSON data. Law: `Config.model_validate(c.to_json()) == c`."""

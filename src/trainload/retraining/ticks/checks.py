@@ -11,6 +11,7 @@ from trainload.retraining.config.config import Config
 from trainload.retraining.config.expression import Expression, parse
 from trainload.retraining.data.windows import check_window
 from trainload.retraining.ticks.model_registry import check_mlflow
+from trainload.retraining.ticks.webhooks import headers_of, url_of
 
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
@@ -24,7 +25,8 @@ def check_config(config: Config) -> None:
 
     Raises:
         RequestError: one is invalid; names the key, the value and the allowed values.
-        StorageError: MLflow is not installed, or a webhook's secret is not set here.
+        StorageError: MLflow is not installed, or a webhook's URL or secret is not set here, or
+            malformed.
     """
     from trainload.retraining.ticks.tick_times import schedule_of
     from trainload.retraining.ticks.training import settings_of
@@ -37,8 +39,9 @@ def check_config(config: Config) -> None:
     if config.mlflow is not None:
         check_mlflow()
     for hook in config.webhooks:
-        for text in filter(None, (hook.url, hook.secret)):
-            resolve(text)
+        url_of(hook)
+        if hook.secret is not None:
+            headers_of("", b"", resolve(hook.secret), 0)
 
 
 def expressions(config: Config) -> dict[str, Expression]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainload.core.canonical_json import canonical_json, sha256_bytes
-from trainload.core.errors import StorageError, first_line
+from trainload.core.errors import StorageError, first_line, raised
 from trainload.core.storage.bounded_files import within_limit
 from trainload.launching.run.working_copy import SINK_FILE
 from trainload.packaging.stores.releases import Release, shown
@@ -104,11 +104,12 @@ def _register(
         version = _version_of(client, model, release, tags, run_id)
         if _aliased(client, model, settings.alias) != version:
             client.set_registered_model_alias(model, settings.alias, version)
-    except MlflowException as error:
+    # the library expects the answers of MLflow's servers, and another one may raise anything
+    except Exception as error:
         raise StorageError(
             "MLflow did not register the release",
             where=f"MLFLOW_TRACKING_URI, model {model}",
-            got=first_line(error),
+            got=first_line(error) if isinstance(error, MlflowException) else raised(error),
         ) from error
     return version
 

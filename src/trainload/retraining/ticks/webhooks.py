@@ -7,11 +7,11 @@ and use `webhook-id`, which is the same whenever an event is delivered, to ignor
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +28,8 @@ _FIRST_PAUSE = 1.0
 """Seconds before the second attempt; each further pause is twice as long."""
 _PREFIX = "whsec_"
 """Beginning of a secret in base64, as that specification writes it."""
+_URL = re.compile(r"https?://(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?([/?][!-~]*)?", re.IGNORECASE)
+"""URLs of HTTP without a user, whose password is no reference of its own."""
 _TRY_AGAIN = frozenset({408, 425, 429})
 """Statuses below 500 after which the same request may succeed later."""
 
@@ -56,7 +58,7 @@ def deliver(hook: Webhook, message_id: str, message: Mapping[str, Any]) -> int:
             any attempt.
     """
     body = json.dumps(message, sort_keys=True, separators=(",", ":")).encode()
-    url = resolve(hook.url)
+    url = url_of(hook)
     secret = None if hook.secret is None else resolve(hook.secret)
     seconds = hook.timeout.total_seconds()
     pause = _FIRST_PAUSE
@@ -86,6 +88,23 @@ def deliver(hook: Webhook, message_id: str, message: Mapping[str, Any]) -> int:
     return attempt
 
 
+def url_of(hook: Webhook) -> str:
+    """Return the URL of a webhook, with its references resolved.
+
+    Raises:
+        StorageError: a reference cannot be resolved, or the result is not a URL of HTTP. The
+            message does not show it: it may be secret in parts.
+    """
+    url = resolve(hook.url).strip()
+    if _URL.fullmatch(url) is None:
+        raise StorageError(
+            "this is not the URL of a webhook",
+            where=hook.url,
+            expected="http:// or https://, a host, and no spaces",
+        )
+    return url
+
+
 def headers_of(message_id: str, body: bytes, secret: str | None, timestamp: int) -> dict[str, str]:
     """Return the headers of a message that is sent at a time, in seconds since 1970."""
     headers = {
@@ -105,13 +124,16 @@ def _key(secret: str) -> bytes:
     if not secret.startswith(_PREFIX):
         return secret.encode()
     try:
-        return base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
-    except binascii.Error as error:
+        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+    except ValueError:  # its text has the secret
+        key = b""
+    if not key:
         raise StorageError(
             "the secret of a webhook is not valid base64",
             where="webhooks, secret",
             expected=f"{_PREFIX} and base64, or any other text",
-        ) from error
+        )
+    return key
 
 
 def _post(url: str, body: bytes, headers: Mapping[str, str], where: str, seconds: float) -> None:
