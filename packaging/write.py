@@ -19,6 +19,7 @@ from trainload.core.canonical_json import canonical_json, sha256_file
 from trainload.core.errors import IntegrityError, PackageError
 from trainload.core.garbage import garbage_collection_disabled
 from trainload.core.paths import link_or_copy, write_bytes
+from trainload.core.work_steps import ByteStep, begin_step
 from trainload.packaging.format.assets import ASSETS, media_type_of, write_assets
 from trainload.packaging.format.debug import read_debug, write_debug
 from trainload.packaging.format.entries import (
@@ -135,6 +136,7 @@ def write_package(
             program, updates, recipe, constants, graphs.facts, (), parent, libraries
         )
         if bundle is not None and bare.op_libraries:
+            begin_step("bundling operator libraries")
             bare = _with_libraries(bare, bundle(bare, root / EXTENSIONS))
         if initialization is not None:
             write_initialization(root, initialization)
@@ -146,6 +148,7 @@ def write_package(
             state = ((name, program.state[name]) for name in _state_names(bare))
             write_weights(root, stored_tensors(bare), state, max_shard, trained_tensors(bare))
         _write_manifest(root, bare, media_types)
+        begin_step("checking the package")
         graphs.check(root)
         write_debug(root, {**debug, **graphs.debug({})})
     return open_package(path, namespaces=graphs.namespaces)
@@ -156,6 +159,7 @@ class _Graphs:
 
     @garbage_collection_disabled()
     def __init__(self, program: Program, updates: Sequence[UpdateGraph]) -> None:
+        begin_step("writing the graphs")
         exported = _graph_programs(program, updates)
         self._written = {name: graph_to_json(graph, name) for name, graph in exported.items()}
         self._bytes = {
@@ -560,14 +564,17 @@ def _write_manifest(root: Path, bare: Manifest, media_types: Mapping[str, str]) 
 
     `media_types` maps files to their media types where these do not follow from the names.
     """
+    sizes = {
+        file: status.st_size for file, status in walk(root) if file.split("/")[0] not in OUTSIDE
+    }
+    read = ByteStep("computing the digests of files", sum(sizes.values()))
     files = {
         file: FileEntry(
             media_type=media_types.get(file) or media_type_of(file),
-            sha256=sha256_file(root / file),
-            size=status.st_size,
+            sha256=sha256_file(root / file, read),
+            size=size,
         )
-        for file, status in walk(root)
-        if file.split("/")[0] not in OUTSIDE
+        for file, size in sizes.items()
     }
     data = bare.model_copy(update={"files": dict(sorted(files.items()))}).to_bytes()
     Manifest.from_bytes(data, MANIFEST)

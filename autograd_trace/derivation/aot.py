@@ -59,6 +59,7 @@ from trainload.capture.tracing.lazy_graphs import generated_when_run
 from trainload.capture.watching.higher_order import differentiates, has_checkpoints
 from trainload.core.errors import CaptureError
 from trainload.core.garbage import garbage_collection_disabled
+from trainload.core.work_steps import begin_step
 
 _VARYING = (Role.BATCH, Role.SEED, Role.STEP, Role.ROW)
 
@@ -122,6 +123,7 @@ def derive(
             that is not a buffer.
     """
     capture = program.graphs[graph]
+    begin_step(f"deriving the {'joint' if capture.training else 'flat'} graph of {graph}")
     mode = _fake_mode(capture)
     differentiated = capture.training or differentiates(capture.exported.graph_module)
     trainable = trainable_parameters(program, capture) if differentiated else set()

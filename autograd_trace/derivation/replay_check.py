@@ -14,6 +14,7 @@ from trainload.capture.program import Mode, Program, graph_name
 from trainload.capture.tracing.targets import targets_of
 from trainload.capture.watching.higher_order import differentiates
 from trainload.core.errors import DataError, JobError
+from trainload.core.work_steps import begin_step
 
 
 def check_replays(job: Job, program: Program) -> None:
@@ -36,6 +37,7 @@ def check_replays(job: Job, program: Program) -> None:
         name for n in itertools.count() if (name := f"first_{n}") not in job.variants
     )
     for number, batch in enumerate(job.replays):
+        begin_step(f"comparing replay {number + 1} of {len(job.replays)} with eager PyTorch")
         twin = replace(
             job, batch=batch, variants={**job.variants, first_variant: job.batch}, replays=()
         )  # the other variants determine which inputs may be absent

@@ -34,6 +34,7 @@ from trainload.autograd_trace.optimizer.update_graph import EXAMPLE, capture_upd
 from trainload.capture.job.definition import Job
 from trainload.capture.program import Program
 from trainload.core.errors import CaptureError, JobError
+from trainload.core.work_steps import begin_step
 
 _FLAT_SHAPES = ((EXAMPLE + 1,), (), (5, 13), (2, 3, 3, 4))
 """Shapes of parameters on which an update over flat tensors must equal the optimizer's own.
@@ -89,6 +90,7 @@ def capture_optimizer(
                     hint="Use one parameter group for each dtype.",
                 )
             shapes = {n: tuple(specs[n].shape) for n in names}
+            begin_step(f"capturing the update of group {number + 1} of {len(groups)}")
             table = rates[number].factors
             if table is not None:
                 schedules.setdefault(table)

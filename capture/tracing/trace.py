@@ -48,6 +48,7 @@ from trainload.capture.watching.regions import make_regions
 from trainload.capture.watching.watch import Watch
 from trainload.core.errors import CaptureError, JobError, RequestError, raised
 from trainload.core.garbage import garbage_collection_disabled
+from trainload.core.work_steps import begin_step
 
 _PREFIX = "model."
 
@@ -80,7 +81,8 @@ def capture(
     unreached: dict[str, set[str]] = {}
     with modes_kept(model) as set_training, branches_may_write():
         targets = targets_of(job)
-        for target in targets:
+        for number, target in enumerate(targets, 1):
+            begin_step(f"tracing graph {target.name} ({number} of {len(targets)})")
             batch, shapes = example_of(job, target)
             if target.training:
                 warn_of_special_lengths({name: shapes[name] for name in batch}, batch)
@@ -261,6 +263,7 @@ def _compare_graph(
     constants = _constants(name, exported)
     if check is None:
         return _ComparedGraph(captured, constants, set())
+    begin_step(f"comparing graph {name} with eager PyTorch")
     with state_kept(function.model):
         try:
             missing = check_parity(

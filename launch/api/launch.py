@@ -73,7 +73,7 @@ def launch(package: Package, plan: Plan, data: Data, request: RunRequest) -> Run
             is a file that ends in .json; or a function or Ray dataset that yields rows. See
             docs/guides/data.md.
         request: fields of `RunRequest`, passed as keyword arguments. Only run_dir is required;
-            docs/guides/runs.md lists them.
+            docs/reference/settings.md lists them.
 
     Returns:
         The result of the finished run.

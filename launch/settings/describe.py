@@ -1,4 +1,4 @@
-"""Descriptions of all settings, for `trainload settings`, docs/guides/runs.md and JSON schemas."""
+"""Descriptions of settings: for `trainload settings`, docs/reference/settings.md, JSON schemas."""
 
 from __future__ import annotations
 

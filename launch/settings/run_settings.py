@@ -1,7 +1,7 @@
 """Settings of a run, each declared once.
 
-The command line, the Python API, `--set`, the tables of docs/guides/runs.md and the JSON schema are
-made from these models:
+The command line, the Python API, `--set`, the tables of docs/reference/settings.md and the JSON
+schema are made from these models:
 
     >>> RunSettings(steps=100, keep_best=2).keep
     2

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainload.core.work_steps import ByteStep
 from trainload.packaging.format.package_paths import CONSTANTS
 from trainload.packaging.package import Package
 
@@ -60,6 +61,23 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
         PackageError: a package is abstract.
     """
     differences: list[TensorDifference] = []
+    a = before.stored_weights
+    names = list(_to_compare(before, after))
+    read = ByteStep("comparing weights", sum(map(a.nbytes, names)))
+    for name in names:
+        difference = tensor_difference(
+            name, a.dtype(name), a.shape(name), _blocks(before, after, name)
+        )
+        read.add(a.nbytes(name))
+        if difference.changed:
+            differences.append(difference)
+    if before.manifest.files.get(CONSTANTS) != after.manifest.files.get(CONSTANTS):
+        differences += _constants(before, after)
+    return tuple(sorted(differences, key=lambda difference: (difference.rank, difference.name)))
+
+
+def _to_compare(before: Package, after: Package) -> Iterator[str]:
+    """Yield the names of tensors of one kind in both packages whose bytes may differ."""
     a, b = before.stored_weights, after.stored_weights
     for name in a.names():
         if name not in b or (a.dtype(name), a.shape(name)) != (b.dtype(name), b.shape(name)):
@@ -67,16 +85,8 @@ def weight_differences(before: Package, after: Package) -> tuple[TensorDifferenc
         same_file = (
             before.manifest.files[a.file(name)].sha256 == after.manifest.files[b.file(name)].sha256
         )
-        if same_file or a.digests(name) == b.digests(name):
-            continue
-        difference = tensor_difference(
-            name, a.dtype(name), a.shape(name), _blocks(before, after, name)
-        )
-        if difference.changed:
-            differences.append(difference)
-    if before.manifest.files.get(CONSTANTS) != after.manifest.files.get(CONSTANTS):
-        differences += _constants(before, after)
-    return tuple(sorted(differences, key=lambda difference: (difference.rank, difference.name)))
+        if not same_file and a.digests(name) != b.digests(name):
+            yield name
 
 
 def _blocks(

@@ -9,6 +9,7 @@ from pathlib import Path
 from trainload.core.canonical_json import sha256_bytes, sha256_file
 from trainload.core.errors import PackageError, StorageError, UnsafePackageError
 from trainload.core.paths import open_inside
+from trainload.core.work_steps import ByteStep, begin_step
 from trainload.packaging.derived import derived_problems
 from trainload.packaging.format.debug import debug_problems
 from trainload.packaging.format.manifest import Manifest
@@ -163,6 +164,7 @@ def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list
         and file != MANIFEST
         and not (file.split("/")[0] in OUTSIDE and "/" in file)
     ]
+    read = ByteStep("reading every byte", sum(entry.size for entry in manifest.files.values()))
     for file, entry in manifest.files.items():
         if file not in sizes:
             problems.append(Problem(file, "missing"))
@@ -170,7 +172,7 @@ def _listed_files(path: Path, manifest: Manifest, sizes: dict[str, int]) -> list
             problems.append(
                 Problem(file, f"has {sizes[file]} bytes, but the manifest says {entry.size}")
             )
-        elif (got := sha256_file(path / file)) != entry.sha256:
+        elif (got := sha256_file(path / file, read)) != entry.sha256:
             problems.append(
                 Problem(file, f"damaged: its sha256 is {got}, but the manifest says {entry.sha256}")
             )
@@ -182,6 +184,7 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
     match the manifest.
     """
     problems: list[Problem] = []
+    begin_step("checking the graphs")
     for file in manifest.graph_files():
         try:
             check_graph(
@@ -194,8 +197,10 @@ def _contents(path: Path, manifest: Manifest) -> list[Problem]:
         return problems
     try:
         reader = WeightReader(path, manifest)
+        read = ByteStep("checking the weights", sum(map(reader.nbytes, reader.names())))
         for name in reader.names():
             reader.check(name)
+            read.add(reader.nbytes(name))
     except PackageError as error:
         problems.append(Problem(error.where.split(",")[0], str(error)))
     return problems

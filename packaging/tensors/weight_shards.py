@@ -16,6 +16,7 @@ import torch
 from trainload.core.canonical_json import canonical_json, parse_canonical
 from trainload.core.errors import IntegrityError, PackageError
 from trainload.core.paths import open_inside, write_bytes
+from trainload.core.work_steps import ByteStep
 from trainload.packaging.format.manifest import Manifest
 from trainload.packaging.format.package_files import read_checked
 from trainload.packaging.format.package_paths import CHUNKS, INDEX, NON_PERSISTENT
@@ -140,10 +141,13 @@ def write_weights(
             for path, shard in layout.items()
         }
         home = {spec.name: writers[path] for path, shard in layout.items() for spec in shard}
+        size = sum(spec.nbytes for spec in (*state, *others))
+        written = ByteStep("writing weights", size)
         for name, tensor in tensors:
             if name not in home:
                 raise PackageError("the package has no such tensor", where=name)
             home[name].add(name, tensor)
+            written.add(tensor.nbytes)
     names = {
         spec.name: path.removeprefix("weights/")
         for path, shard in layout.items()
@@ -154,7 +158,7 @@ def write_weights(
         root,
         sum(spec.nbytes for spec in state),
         names,
-        {path: _digests(root / path) for path in layout},
+        _digests_of_all(root, list(layout)),
     )
     return [*layout, INDEX, CHUNKS]
 
@@ -219,6 +223,16 @@ def _write_lists(
     write_bytes(root / CHUNKS, canonical_json({"chunk_size": chunks.CHUNK, "files": digests}))
 
 
+def _digests_of_all(root: Path, files: Sequence[str]) -> dict[str, list[str]]:
+    sizes = {file: (root / file).stat().st_size for file in files}
+    read = ByteStep("computing the digests of weights", sum(sizes.values()))
+    digests: dict[str, list[str]] = {}
+    for file, size in sizes.items():
+        digests[file] = _digests(root / file)
+        read.add(size)
+    return digests
+
+
 def _digests(path: Path) -> list[str]:
     with path.open("rb") as file:
         return list(chunks.chunk_digests(file))
@@ -281,6 +295,10 @@ class WeightReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter or buffer. Raises KeyError if the name is unknown."""
         return self._find(name)[1].shape
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a parameter or buffer. Raises KeyError if the name is unknown."""
+        return self._find(name)[1].nbytes
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read a parameter (or alias) or buffer into CPU memory.

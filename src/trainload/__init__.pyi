@@ -19,10 +19,12 @@ from .core.errors import ClusterError as ClusterError
 from .core.errors import CompileError as CompileError
 from .core.errors import ConflictError as ConflictError
 from .core.errors import DataError as DataError
+from .core.errors import DivergedError as DivergedError
 from .core.errors import IntegrityError as IntegrityError
 from .core.errors import JobError as JobError
 from .core.errors import LostClusterError as LostClusterError
 from .core.errors import MissingDataError as MissingDataError
+from .core.errors import OutOfMemoryError as OutOfMemoryError
 from .core.errors import PackageError as PackageError
 from .core.errors import PassError as PassError
 from .core.errors import PlanError as PlanError

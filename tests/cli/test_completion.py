@@ -16,6 +16,7 @@ from trainload.cli import main as cli
 
 TYPED = """
 source <(trainload completion bash)
+COMP_LINE='{words}'
 COMP_WORDS=({words})
 COMP_CWORD={last}
 _trainload_completion trainload

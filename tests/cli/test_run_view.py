@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.ranks import ran
+from tests.waiting import wait_until
 
 from trainload.cli.view import run_progress as run_view
 from trainload.launching.run.activity import Doing, Phase
@@ -154,6 +155,16 @@ def test_a_terminal_has_a_panel_below_what_happens() -> None:
     assert "42/100" in text
     assert "1.5000" in text
     assert text.index("look here") < text.rindex("42/100")
+
+
+def test_a_line_above_the_panel_does_not_change_how_the_panel_looks() -> None:
+    out = io.StringIO()
+    with run_view.RunView(Console(file=out, force_terminal=True, width=120)) as report:
+        report(START)
+        report(step(0))
+        wait_until(lambda: "1.5000" in out.getvalue())
+        report(Event("checkpoint", {"step": 1}))
+    assert "[dim]" not in out.getvalue()
 
 
 def test_a_run_that_has_not_begun_says_that_it_starts() -> None:

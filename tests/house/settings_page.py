@@ -1,21 +1,25 @@
-"""Tables of settings in docs/guides/runs.md; `python -m tests.house.settings_page` writes them."""
+"""Tables of settings in docs/reference/settings.md: `python -m tests.house.settings_page`."""
 
 from __future__ import annotations
+
+import re
 
 from tests.house.source import ROOT
 
 from trainload.launching.settings.describe import Description, descriptions
 
-PAGE = ROOT / "docs" / "guides" / "runs.md"
+PAGE = ROOT / "docs" / "reference" / "settings.md"
+_NAMED_PAGE = re.compile(r"docs/([\w-]+)/([\w-]+\.md)")
 
 
 def _table(rows: list[Description]) -> str:
     lines = ["| setting | default | unit | `resume` | |", "|---|---|---|---|---|"]
     for each in rows:
+        text = _NAMED_PAGE.sub(r"[\2](../\1/\2)", each.text)
         names = ", ".join(f"`{name}`" for name in each.names)
         lines.append(
             f"| {names} | {each.default} | {each.unit} | {'yes' if each.at_resume else 'no'} |"
-            f" {each.text} |"
+            f" {text} |"
         )
     return "\n".join(lines)
 

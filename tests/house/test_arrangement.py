@@ -113,7 +113,11 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         )
     }
     templates = {
-        f"trainload/cli/templates/{kind}.txt" for kind in ("module", "transformers", "trainer")
+        f"trainload/cli/templates/{name}.txt"
+        for name in (
+            *("module", "transformers", "trainer"),
+            *("completion.bash", "completion.zsh", "completion.fish"),
+        )
     }
     others = {"py.typed", "__init__.pyi", "launching/described/gpu.c"}
     named = {f"trainload/{name}" for name in others}

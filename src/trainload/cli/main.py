@@ -200,7 +200,7 @@ def freeze(
     from trainload.freezing.load_job import load_recorded_job
 
     # the job's own code may print
-    with redirect_stdout(sys.stderr), working("loading the job"):
+    with redirect_stdout(sys.stderr), working("reading the job"):
         recorded = load_recorded_job(spec, values=not abstract)
         job = _with_assets(recorded.job, added)
         from trainload.capture.parity.replays import Check

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from trainload.core.errors import IntegrityError, PackageError, UnsafePackageError
+from trainload.core.work_steps import ByteStep
 
 MAX_BYTES = 256 * 2**20
 """Maximum size of one JSON file in bytes."""
@@ -137,10 +138,17 @@ def sha256_bytes(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_file(path: Path) -> str:
-    """Return the sha256 of a file, in lower-case hex. The file is read one MiB at a time."""
+def sha256_file(path: Path, step: ByteStep | None = None) -> str:
+    """Return the sha256 of a file, in lower-case hex.
+
+    Args:
+        path: the file, which is read one MiB at a time.
+        step: counts the bytes that were read.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
+            if step is not None:
+                step.add(len(block))
     return digest.hexdigest()

@@ -9,6 +9,7 @@
     │   │   ├── UnsafePackageError      it contains something that the format does not allow
     │   │   ├── SignatureError          it is not signed as required, or a key cannot be used
     │   │   └── PolicyError             a policy forbids its use
+    │   ├── WeightsError                weights from elsewhere cannot be used for a package
     │   ├── PassError                   a pass cannot be applied, or changes what is computed
     │   ├── DataError                   a data set does not fit the package's inputs
     │   │   └── MissingDataError        its files are missing

@@ -37,6 +37,7 @@ from trainload.core.errors import ClusterError, DataError, PackageError, raised
 from trainload.core.storage.places import path_here
 from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import VERSION
+from trainload.core.work_steps import begin_step
 from trainload.exporting.onnx_model import HINT, check_onnx, load_onnx, write_onnx
 from trainload.exporting.peft_folder import check_peft_folder, write_peft_folder
 from trainload.exporting.state_files import (
@@ -287,6 +288,7 @@ def _export_weights(
         with new_file(path) as file:
             write_state_file(file, package, contents)
             if check:
+                begin_step("comparing the written values")
                 check_state_file(file, package, contents)
         return _weights_exported(path, to)
     with new_folder(path) as root:
@@ -368,6 +370,7 @@ def _export_graph(
         }
         text = canonical_json(note).decode("utf-8")
         with new_file(path) as place:
+            begin_step("compiling the graph" if to == "aoti" else "writing the graph")
             try:
                 if to == "pt2":
                     with serialisable_values(program.graph_module):
@@ -384,6 +387,7 @@ def _export_graph(
                     where=where,
                     got=to,
                 ) from error
+            begin_step("comparing with the package's graph")
             difference = (
                 _difference(capture, _ReferenceGraph(original, program), place, to, device, batches)
                 if check

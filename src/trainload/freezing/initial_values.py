@@ -33,6 +33,7 @@ from trainload.capture.initialization.initial_graphs import (
 )
 from trainload.capture.tracing.structure import pattern
 from trainload.core.errors import raised
+from trainload.core.work_steps import begin_step
 from trainload.freezing.recorded_job import RecordedJob, model_tensors
 
 _COMPARED = 2**22
@@ -55,6 +56,7 @@ def proven_values(recorded: RecordedJob) -> Initialization | None:
     """
     if recorded.tape is None:
         return None
+    begin_step("comparing first values with the model's")
     calls = recorded.tape.calls
     state = model_tensors(recorded.job)
     found = _with_limit(initial_graphs(recorded.tape, recorded.tensors, state))

@@ -29,6 +29,7 @@ from trainload.capture.tracing.strict import tried_too
 from trainload.capture.tracing.targets import example_of, targets_of
 from trainload.capture.tracing.trace import capture
 from trainload.core.errors import StorageError
+from trainload.core.work_steps import begin_step
 from trainload.packaging.derived import write_derived
 from trainload.packaging.package import Package
 from trainload.sharding.plans.device_step_graphs import derived_key
@@ -61,6 +62,7 @@ def keep_steps(package: Package, steps: Mapping[str, StepGraph]) -> None:
     They only save time. If they cannot be stored (for example because the user's state folder is
     not writable), the package is complete without them, and a warning is issued.
     """
+    begin_step("storing the joint graphs")
     try:
         for name, step in steps.items():
             write_derived(package, derived_key(name, _CPU), step)
@@ -92,6 +94,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
     examples = {
         t.name: {name: leaf.cpu() for name, leaf in example_of(job, t)[0].items()} for t in targets
     }
+    begin_step("finding the guards of the graphs")
     program = with_guards(with_quantiles(program, examples), targets, examples)
     check_replays(job, program)
     recipe, updates = capture_optimizer(job, program, optimizers)
@@ -109,6 +112,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
             if check is Check.THOROUGH
             else [example]
         ):
+            begin_step(f"comparing the joint graph of {name} with autograd")
             with _raise_first_refusal(program.graphs[name].tracing):
                 check_step(program, name, step, batch)
     return replace(proven, program=_with_coupled(proven, examples))
@@ -116,6 +120,7 @@ def prove(job: Job, check: Check, strict: bool | None = None) -> Proven:
 
 def _with_coupled(proven: Proven, examples: Mapping[str, Mapping[str, Tensor]]) -> Program:
     """Return the program with `coupled` measured for each training graph."""
+    begin_step("comparing halves of the batch with all of it")
     program = proven.program
     coupled = {
         n: are_rows_coupled(program, program.graphs[n], step, examples[n])

@@ -31,6 +31,7 @@ from trainload.capture.program import GraphCapture, Program
 from trainload.core.canonical_json import sha256_file
 from trainload.core.errors import PackageError, PassError, TrainloadError, first_line
 from trainload.core.storage.places import path_here
+from trainload.core.work_steps import begin_step
 from trainload.freezing.prove import keep_steps
 from trainload.launching.data.dataset import Dataset
 from trainload.launching.data.run_data import open_run_data
@@ -125,6 +126,7 @@ class Transformation:
         graphs: dict[str, GraphCapture] = {}
         for graph, capture in self.program.graphs.items():
             where = f"{name}, graph {graph}"
+            begin_step(f"applying {name} to graph {graph}")
             module = copy.deepcopy(capture.exported.graph_module)
             module.meta[GRAPH] = graph
             try:
@@ -153,6 +155,7 @@ class Transformation:
                     error.problem, where=error.where, expected=error.expected, got=error.got
                 ) from error
             _check_sizes(graphs[graph], where)
+        begin_step("comparing the graphs")
         after = dataclasses.replace(self.program, graphs=graphs)
         differences = tuple(
             compare(graph, self._before, after, self._batches[graph]) for graph in graphs
@@ -205,6 +208,7 @@ class Transformation:
             name: steps[name] for name, graph in self.program.graphs.items() if graph.training
         }
         for name, step in trained.items():
+            begin_step(f"comparing the joint graph of {name} with autograd")
             check_step(self.program, name, step, self._batches[name][0])
         package = with_graphs(self.package, path_here(path), self.program, self.passes)
         keep_steps(package, trained)

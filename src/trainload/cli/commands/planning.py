@@ -269,7 +269,8 @@ def plan(
         "pipeline_ranks": pipeline or 1,
     }
     options |= dict(zip(("schedule", "stages_per_rank"), schedule or (None, None), strict=True))
-    planned = make_plan(opened, nodes, devices_per_node, device, name, **options)
+    with working("making the plan"):
+        planned = make_plan(opened, nodes, devices_per_node, device, name, **options)
     if output is not None:
         write_text(output, planned.model_dump_json(indent=2) + "\n")
     if page is not None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, TypeVar, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem
@@ -34,6 +34,7 @@ from trainload.core.processes import interrupted_by_signals
 from trainload.core.storage.places import is_url, local_path, path_here
 from trainload.core.suggestions import did_you_mean
 from trainload.core.versions import check_supported_torch
+from trainload.core.work_steps import steps_shown
 
 if TYPE_CHECKING:
     from trainload.packaging.package import Package
@@ -297,11 +298,16 @@ def set_option(description: str) -> Callable[[Command], Command]:
 
 @contextmanager
 def working(title: str) -> Iterator[WorkProgress]:
-    """Show on stderr what is being done while the block does it.
+    """Show on stderr what is being done while the block does it: the title, then the steps that the
+    work names.
 
     SIGTERM and SIGHUP interrupt the block as Ctrl-C does, so that it removes its temporary files.
     """
-    with interrupted_by_signals(), WorkProgress(err(), title) as progress:
+    with (
+        interrupted_by_signals(),
+        WorkProgress(err(), title) as progress,
+        steps_shown(progress.update),
+    ):
         yield progress
 
 
@@ -315,7 +321,7 @@ class Transfer:
         self._last = time.monotonic()
         self._task: TaskID | None = None
         self._bar: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -324,6 +330,7 @@ class Transfer:
                 TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task(title, total=None)
 
     def __enter__(self) -> Self:
         self._signals.enter_context(interrupted_by_signals())
@@ -343,9 +350,7 @@ class Transfer:
 
     def __call__(self, done: int, total: int) -> None:
         """Show the number of transferred bytes, and of all bytes."""
-        if self._bar is not None:
-            if self._task is None:
-                self._task = self._bar.add_task(self._what, total=total)
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
         elif time.monotonic() - self._last >= _PLAIN_SECONDS:
             self._last = time.monotonic()
@@ -389,7 +394,10 @@ def located(name: str) -> tuple[str | None, Path]:
     """
     check_supported_torch()
     from trainload.launching.node.fetching import here
+    from trainload.packaging.stores.references import is_reference
 
+    if not is_reference(name):
+        return here(name)
     with Transfer("fetch") as transfer:
         return here(name, on_progress=transfer)
 
@@ -479,12 +487,17 @@ class _WholeWords(Console):
 
 def out() -> Console:
     """Return the console for results."""
-    return _WholeWords(file=sys.stdout)
+    return _console(sys.stdout)
 
 
 def err() -> Console:
     """Return the console for progress and errors."""
-    return _WholeWords(file=sys.stderr)
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    """Return a console that redraws lines only on a terminal: FORCE_COLOR is for colours."""
+    return _WholeWords(file=file, force_interactive=None if file.isatty() else False)
 
 
 def print_json(value: Any) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from trainload.cli.view.tables import event_line, ranks_table, step_line
 from trainload.core.formatting import duration, size
@@ -67,7 +68,7 @@ class RunView:
         self._panel = Panel(run_dir)
         for event in past:
             self._panel.take(event)
-        if console.is_terminal:
+        if console.is_interactive:
             self._live = Live(
                 console=console, get_renderable=self._panel.shown, refresh_per_second=_REFRESHES
             )
@@ -113,7 +114,8 @@ class RunView:
     def _print_line(self, line: str) -> None:
         if not self._gone:
             with self._to_terminal():
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                # options of `print` would apply to the panel below as well
+                self._console.print(Text(line, no_wrap=True, overflow="ignore"), crop=False)
 
     @contextmanager
     def _to_terminal(self) -> Iterator[None]:
@@ -155,9 +157,10 @@ class Panel:
         summary = self._summary
         if not summary.starts:
             return Group(f"starting, {duration(time.monotonic() - self._began)}")
-        parts: list[RenderableType] = [self._bar(), *_lines(summary, self._losses)]
+        lines = _lines(summary, self._losses)
+        parts: list[RenderableType] = [self._bar(), *map(Text.from_markup, lines)]
         if not self.over and summary.message:
-            parts.append(escape(summary.message))
+            parts.append(Text(summary.message))
         state = None if self.over else self._ranks()
         if state is not None and state.ranks:
             parts.append(ranks_table(state, MOST_RANKS))

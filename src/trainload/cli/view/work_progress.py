@@ -33,7 +33,7 @@ class WorkProgress:
         self._began = time.monotonic()
         self._over = threading.Event()
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if console.is_interactive:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task(title, total=None)

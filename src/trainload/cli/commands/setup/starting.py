@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from click.shell_completion import get_completion_class
 
 from trainload.cli.commands.shared import LocalPath, OneOf, json_option, out, print_json, write_text
 from trainload.cli.view import tables as view
@@ -18,8 +17,6 @@ from trainload.core.errors import StorageError
 KINDS = ("module", "transformers", "trainer")
 """Kinds of job files, each with a template of its name."""
 SHELLS = ("bash", "zsh", "fish")
-_ADD, _NO_SPACE = "COMPREPLY+=($value)", "[[ $value == *= ]] && compopt -o nospace"
-"""Lines of a bash script: click's, and the one that lets a value follow KEY= at once."""
 _PROGRAM = "trainload"
 _FILE = "job.py"
 
@@ -62,7 +59,7 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
         f"{_PROGRAM} launch {shlex.quote(str(package))}"
         f" --data {shlex.quote(f'python:{file}:rows')} --backend local",
     ]
-    template = (files("trainload.cli") / "templates" / f"{kind}.txt").read_text(encoding="utf-8")
+    template = _template(kind)
     file.parent.mkdir(parents=True, exist_ok=True)
     text = template.replace("{spec}", file.name).replace("{package}", package.name)
     write_text(file, text)
@@ -72,6 +69,10 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
     out().print(view.table([("written", str(file))]))
     for command in commands:
         out().print(f"    {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _template(name: str) -> str:
+    return (files("trainload.cli") / "templates" / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def _is_installed(name: str) -> bool:
@@ -90,8 +91,7 @@ def _is_installed(name: str) -> bool:
 @click.command(short_help="Complete in a shell.")
 @click.argument("shell", type=OneOf(SHELLS), metavar="SHELL")
 @json_option
-@click.pass_context
-def completion(context: click.Context, shell: str, as_json: bool) -> None:
+def completion(shell: str, as_json: bool) -> None:
     """Print the script that completes commands, options, values and files in SHELL.
 
     \b
@@ -99,13 +99,7 @@ def completion(context: click.Context, shell: str, as_json: bool) -> None:
     zsh   add to ~/.zshrc:  eval "$(trainload completion zsh)"
     fish  trainload completion fish > ~/.config/fish/completions/trainload.fish
     """
-    kind = get_completion_class(shell)
-    assert kind is not None, "click knows these shells"
-    script = kind(
-        context.find_root().command, {}, _PROGRAM, f"_{_PROGRAM}_COMPLETE".upper()
-    ).source()
-    if shell == "bash":
-        script = script.replace(_ADD, f"{_ADD}\n            {_NO_SPACE}")
+    script = _template(f"completion.{shell}")
     if as_json:
         print_json({"shell": shell, "script": script})
     else:
