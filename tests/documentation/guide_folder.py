@@ -211,7 +211,8 @@ class Page:
             assert process.process.is_alive(), process.err
             words = ("status", run_dir, "--json")
             status, out, _ = forked.done(*words, cwd=self._folder, **self._variables)
-            return status == 0 and json.loads(out)["over"] is False
+            state = json.loads(out) if status == 0 else {"over": True}
+            return not state["over"] and state["ranks"] != {}
 
         wait_until(is_running)
 

@@ -37,6 +37,7 @@ class Given:
         already: run that trains while the commands run -> the command that started it.
         statuses: beginnings of commands -> exit status, if it is not 0.
         variables: environment variables.
+        libraries: modules without which the test is skipped: make integrations.
         on_ray: True if its runs are on Ray, as it says, and not in one process.
         compiles: True if its runs compile.
     """
@@ -51,6 +52,7 @@ class Given:
     already: Mapping[str, str] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()
     on_ray: bool = False
     compiles: bool = False
 
@@ -123,10 +125,10 @@ GIVEN = {
     "docs/guides/builds.md": Given(
         files=RUN,
         renamed={"data": "data", "package.tl": "gpt.tl"},
-        buckets=STORE,
         before=(
             "openssl ecparam -name prime256v1 -genkey -noout -out build-key.pem",
             "openssl pkey -in build-key.pem -pubout -out build-key.pub.pem",
+            "trainload push gpt.tl s3://models/store --line gpt",
             "trainload retrain init retraining.yaml",
         ),
         on_ray=True,
@@ -139,6 +141,7 @@ GIVEN = {
         renamed={"parts/train.parquet": "train.parquet"},
         buckets=("bucket/corpus",),
         before=(SAVE_TO_DISK,),
+        libraries=("datasets",),
     ),
     "docs/guides/debugging.md": Given(
         files=("gpt.tl", "rows.parquet", "plan.json"),
@@ -158,7 +161,10 @@ GIVEN = {
         replacements={"s3://bucket/runs": "runs"},  # the nodes of the cluster have no keys
     ),
     "docs/guides/export.md": Given(
-        files=("gpt.tl", "mine.parquet"), before=(ADAPTED % 5,), buckets=STORE
+        files=("gpt.tl", "mine.parquet"),
+        before=(ADAPTED % 5,),
+        libraries=("onnx", "onnxruntime", "onnxscript"),
+        buckets=STORE,
     ),
     "docs/guides/hub.md": Given(files=("gpt-trained.tl",)),
     "docs/guides/orchestrators.md": Given(
@@ -324,6 +330,8 @@ def test_the_commands_of_a_page_run(
     request: pytest.FixtureRequest,
 ) -> None:
     page, given = ROOT / name, GIVEN[name]
+    for library in given.libraries:
+        pytest.importorskip(library)
     text = "\n".join(block.text for block in blocks(page))
     copy_files(made, {**{file: file for file in given.files}, **given.renamed}, tmp_path)
     for file, content in given.texts.items():
