@@ -8,26 +8,21 @@ from pathlib import Path
 
 import click
 import pytest
-from tests.house.source import ROOT
+from tests.documentation.page_commands import PAGES, blocks, commands, commands_in_file
 
 from trainload.cli import main as cli
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+def calls(page: Path) -> list[str]:
+    """Return the calls of trainload in a page's blocks, each on one line."""
+    found = [call for block in blocks(page) for call in commands_in_file(block)]
+    texts = [command.text for block in blocks(page) for command in commands(block)]
+    matches = [_CALL.match(text) for text in texts]
+    return [*found, *(match[1] for match in matches if match is not None)]
 
 
-def commands(page: Path) -> list[str]:
-    """Return the commands in a page's indented and fenced blocks, each on one line."""
-    joined = re.sub(r"\\\n\s*", "", page.read_text())
-    fenced = "".join(re.findall(r"^```bash\n(.*?)^```", joined, re.MULTILINE | re.DOTALL))
-    return [
-        *re.findall(r"^    (trainload .*)$", joined, re.MULTILINE),
-        *re.findall(r"^(trainload .*)$", fenced, re.MULTILINE),
-    ]
-
-
-COMMANDS = [
-    (f"{page.name}: {command[:60]}", command) for page in PAGES for command in commands(page)
-]
+_CALL = re.compile(r"(?:[A-Z_]+=\S+ |torchrun .* -m )*(trainload .*)")
+COMMANDS = [(f"{page.name}: {command[:60]}", command) for page in PAGES for command in calls(page)]
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +36,5 @@ def _only_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     "command", [command for _, command in COMMANDS], ids=[name for name, _ in COMMANDS]
 )
 def test_a_command_of_a_page_is_taken(command: str) -> None:
-    """In a page, [--option] is optional, and # after a space begins a comment."""
-    words = shlex.split(re.sub(r"\[|\](?=\s|$)|\s+#.*", "", command))
+    words = shlex.split(command.replace("$SLURM_NNODES", "4"))
     cli.commands.main(words[1:], prog_name="trainload", standalone_mode=False)

@@ -5,7 +5,7 @@
   the output, in this order, with other numbers and other spaces; "..." stands for any lines.
 - Other Python is a script, run by `python -`.
 
-Commands that need what a test lacks are left out by name, `ELSEWHERE`.
+Commands that need what a test lacks are left out by a named reason (`page_commands.py`).
 """
 
 from __future__ import annotations
@@ -15,41 +15,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from tests.documentation.page_commands import Block, blocks, commands, is_program
 from tests.house.source import ROOT
 
-ELSEWHERE = ("pip install ", "python -m venv ", ". venv/bin/activate", "cd ", "kubectl ", "docker ")
-"""Beginnings of lines that are not run here: the package is installed, and there is no cluster."""
-_BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?")
 SECONDS = 540
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block of a page.
-
-    Attributes:
-        language: word after the fence.
-        title: name of the file that it is, or "".
-        text: its lines.
-    """
-
-    language: str
-    title: str
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page."""
-    return [Block(*match.groups(default="")) for match in _BLOCK.finditer(page.read_text())]
-
-
 def pages(folder: str) -> list[Path]:
-    """Return the pages of a folder of docs/ that have blocks."""
-    return [page for page in sorted((ROOT / "docs" / folder).glob("*.md")) if blocks(page)]
+    """Return the pages of a folder of docs/ that have blocks and run as programs."""
+    found = sorted((ROOT / "docs" / folder).glob("*.md"))
+    return [page for page in found if blocks(page) and is_program(str(page.relative_to(ROOT)))]
 
 
 def _shape(line: str) -> str:
@@ -57,11 +36,16 @@ def _shape(line: str) -> str:
     return " ".join(_NUMBER.sub("N", line).split())
 
 
+def _is_printed(shape: str, line: str) -> bool:
+    """Return True if a line is the expected one, in which "..." stands for any text."""
+    return re.fullmatch(re.escape(shape).replace(r"\.\.\.", ".*"), line) is not None
+
+
 def missing_lines(expected: str, output: str) -> list[str]:
     """Return the expected lines that the output does not have, in order."""
     printed = iter([_shape(line) for line in output.splitlines()])
     shapes = [_shape(line) for line in expected.splitlines() if line.strip() not in ("", "...")]
-    return [shape for shape in shapes if shape not in printed]
+    return [shape for shape in shapes if not any(_is_printed(shape, line) for line in printed)]
 
 
 def _replaced(block: Block, replacements: Mapping[str, str]) -> Block:
@@ -72,10 +56,13 @@ def _replaced(block: Block, replacements: Mapping[str, str]) -> Block:
     return replace(block, text=text)
 
 
-def output_of(command: list[str], given: str, folder: Path) -> str:
-    """Return what a program prints, given its input."""
+def output_of(
+    command: list[str], given: str, folder: Path, variables: Mapping[str, str] | None = None
+) -> str:
+    """Return what a program prints, given its input and more environment variables."""
     environment = {
         **os.environ,
+        **(variables or {}),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "COLUMNS": "100",
     }
@@ -112,9 +99,7 @@ def run_page(page: Path, folder: Path, replacements: Mapping[str, str] | None = 
             (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.title).write_text(block.text)
         elif block.language == "bash":
-            lines = [
-                line for line in block.text.splitlines() if not line.lstrip().startswith(ELSEWHERE)
-            ]
+            lines = [command.text for command in commands(block) if not command.reason]
             output = output_of(["bash", "-euo", "pipefail"], "\n".join(lines), folder)
         elif block.language == "python":
             output = output_of([sys.executable, "-"], block.text, folder)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
-from tests.documentation.page_runner import blocks, output_of
+from tests.documentation.page_commands import blocks
+from tests.documentation.page_runner import output_of
 from tests.house.source import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "first-package.md"

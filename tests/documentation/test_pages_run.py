@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.documentation.page_runner import blocks, missing_lines, pages, run_page
+from tests.documentation.page_commands import blocks
+from tests.documentation.page_runner import missing_lines, pages, run_page
 from tests.documentation.small_job import PACKAGE, ROWS, run_examples
 from tests.packaging.places import BUCKET, KEYS, s3_server
 

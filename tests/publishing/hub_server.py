@@ -1,5 +1,5 @@
 """A stand-in for the Hugging Face Hub: a server of the requests that huggingface_hub makes to push
-and to read a model repository.
+and to read a repository.
 
 Files ending in .safetensors are uploaded by the protocol of Git LFS, others in the commit itself,
 as the real Hub decides.
@@ -20,6 +20,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_of_the_test"
+_NAME = "((?:datasets/)?[^/]+/[^/]+)"
+"""Pattern of the name of a repository; those of data sets begin with `datasets/`."""
 
 
 @dataclass
@@ -130,6 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(value))
 
     def _route(self, path: str, body: bytes) -> None:
+        path = path.replace("/api/datasets/", "/api/models/datasets/")
         writes = self.command in ("POST", "PUT") and "paths-info" not in path
         if writes and "/lfs-store/" not in path:
             self._check_token()
@@ -144,24 +147,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, b"")
         elif match := re.fullmatch(r"/(.+/.+)\.git/info/lfs/objects/batch", path):
             self._batch(json.loads(body))
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/(.+)", path):
+        elif match := re.fullmatch(rf"/api/models/{_NAME}/preupload/(.+)", path):
             self._preupload(json.loads(body))
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
+        elif match := re.fullmatch(rf"/api/models/{_NAME}/commit/(.+)", path):
             self._commit(match[1], match[2], body)
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/branch/(.+)", path):
+        elif match := re.fullmatch(rf"/api/models/{_NAME}/branch/(.+)", path):
             repo = self._repo(match[1])
             repo.branches.setdefault(match[2], repo.branches["main"])
             self._json({})
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/(.+)", path):
+        elif match := re.fullmatch(rf"/api/models/{_NAME}/paths-info/(.+)", path):
             self._paths_info(match[1], match[2], body)
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)/?(.*)", path):
+        elif match := re.fullmatch(rf"/api/models/{_NAME}/tree/([^/]+)/?(.*)", path):
             self._tree(match[1], match[2], match[3])
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        elif match := re.fullmatch(rf"/api/models/{_NAME}(?:/revision/(.+))?", path):
             commit, files = self._at(match[1], match[2] or "main")
             self._json(
                 {"id": match[1], "sha": commit, "siblings": [{"rfilename": f} for f in files]}
             )
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif match := re.fullmatch(rf"/{_NAME}/resolve/([^/]+)/(.+)", path):
             self._resolve(match[1], match[2], match[3])
         else:
             raise _StatusError(404, f"no such request: {self.command} {path}")

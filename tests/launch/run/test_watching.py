@@ -142,9 +142,18 @@ def test_what_a_rank_has_printed(ended: Path, capsys: Capture) -> None:
     (ended / LOGS).mkdir()
     (ended / LOGS / log_name(1)).write_text("a line\nhalf a")
     assert said(capsys, "logs", ended, "--rank", "1") == "a line\nhalf a\n"
-    assert "rank 5 has printed nothing (expected one of 1)" in refused(
+    assert "rank 5 has printed nothing (expected one of 0, 1)" in refused(
         ["logs", ended, "--rank", "5"], ended, capsys
     )
+
+
+def test_a_rank_of_the_run_that_has_printed_nothing_is_no_error(
+    ended: Path, capsys: Capture
+) -> None:
+    assert cli.run(["logs", str(ended), "--rank", "0"]) == 0
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("rank 0 has printed nothing. Runs on Ray keep all output")
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop"])

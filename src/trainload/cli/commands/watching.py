@@ -111,19 +111,11 @@ def logs(run_dir: Path, rank: int | None, follow: bool, last: int | None, as_jso
     if rank is not None and as_json:
         raise click.UsageError("--json cannot be combined with --rank: a rank's output is text.")
     files = RunFiles(run_dir, journal=rank is None, rank=rank)
-    _require_state(files)
+    state = _require_state(files)
     path = run_dir / JOURNAL if rank is None else run_dir / LOGS / log_name(rank)
     if rank is not None and not path.exists() and not follow:
-        existing_ranks = files.ranks_with_output()
-        raise StorageError(
-            f"rank {rank} has printed nothing",
-            where=f"{place_name(run_dir)}/{LOGS}/{log_name(rank)}",
-            expected=f"one of {', '.join(map(str, existing_ranks))}" if existing_ranks else "",
-            hint=(
-                "Runs on Ray keep all output of their workers, other runs only the traceback of an"
-                " error. torchrun has --log-dir."
-            ),
-        )
+        _report_silence(rank, run_dir, state, files)
+        return
     for line in _lines(path, files, follow=follow, last=last):
         event = None if as_json or rank is not None else event_of(line)
         click.echo(line if event is None else view.log_line(event, event.time))
@@ -163,6 +155,26 @@ def stop(run_dir: Path, wait: bool, as_json: bool) -> None:
         print_json({"run": place, **_summary_record(state)})
     elif wait:
         out().print(view.status_table(place, state))
+
+
+def _report_silence(rank: int, run_dir: Path, state: RunState, files: RunFiles) -> None:
+    """Say that a rank has printed nothing; raise if the run has no such rank."""
+    from trainload.launching.run.journal import LOGS, log_name
+
+    hint = (
+        "Runs on Ray keep all output of their workers, other runs only the traceback of an error."
+        " torchrun has --log-dir."
+    )
+    if rank in state.ranks:
+        click.echo(f"rank {rank} has printed nothing. {hint}", err=True)
+        return
+    ranks = sorted({*state.ranks, *files.ranks_with_output()})
+    raise StorageError(
+        f"rank {rank} has printed nothing",
+        where=f"{place_name(run_dir)}/{LOGS}/{log_name(rank)}",
+        expected=f"one of {', '.join(map(str, ranks))}" if ranks else "",
+        hint=hint,
+    )
 
 
 def _require_state(files: RunFiles) -> RunState:
