@@ -196,12 +196,8 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
         return None
     try:
         shape = json.loads(about[b"ARROW:extension:metadata"])
-    except (
-        KeyError,
-        ValueError,
-        RecursionError,
-    ):  # treated as lists, whose lengths are known from their values
-        return None
+    except (KeyError, ValueError, RecursionError):
+        return None  # treated as lists, whose lengths are known from their values
     return (
         tuple(shape)
         if isinstance(shape, list) and all(isinstance(length, int) for length in shape)

@@ -25,6 +25,8 @@ from trainload.launching.data.data_files import DataFile
 from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, Place, header_length
 
 _DTYPE_NAMES = {code: name for name, code in CODES.items()}
+_MALFORMED_HEADER = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of reading a header: no JSON, another structure, or one that is nested deeply."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
@@ -88,11 +90,7 @@ def _open_tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]
             yield stream, _read_places(stream, file.name)
     except DataError:
         raise
-    # the last two: of a header that is nested deeply, or no object
-    except (
-        *(IntegrityError, ValueError, KeyError, TypeError, OSError),
-        *(RecursionError, AttributeError),
-    ) as error:
+    except (IntegrityError, OSError, *_MALFORMED_HEADER) as error:
         raise unreadable(file, "a safetensors file", error) from error
 
 
