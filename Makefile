@@ -221,14 +221,20 @@ published: env
 simulate: env
 	$(BIN)/python benchmarks/simulate.py
 
-# MLflow's server requires other versions than constraints.txt has, so it has an environment of its own.
+# MLflow's server and Airflow require other versions than constraints.txt has, so they have environments of their own, which
+# tests/integrations/*.txt pin, with the dependencies of dependencies.
 integrations: env .mlflow/.stamp .airflow/.stamp
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[integrations]"
 	$(BIN)/python -m pytest tests/integrations $(OPTIONS)
 
-.mlflow/.stamp: constraints.txt
+.mlflow/.stamp: tests/integrations/mlflow.txt
 	$(PYTHON) -m venv .mlflow
-	PIP_CONSTRAINT= .mlflow/bin/python -m pip install --quiet mlflow==$$(sed -n 's/^mlflow-skinny==//p' constraints.txt)
+	PIP_CONSTRAINT= .mlflow/bin/python -m pip install --quiet -c $< mlflow
+	touch $@
+
+.airflow/.stamp: tests/integrations/airflow.txt
+	$(PYTHON) -m venv .airflow
+	PIP_CONSTRAINT= .airflow/bin/python -m pip install --quiet -c $< apache-airflow-core apache-airflow-providers-standard
 	touch $@
 
 coverage-suite: env
@@ -236,12 +242,6 @@ coverage-suite: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps timm
 	$(BIN)/python -m tests.torch_samples.count
 	$(BIN)/python -m tests.coverage.suite
-
-# Airflow's requirements exclude others.
-.airflow/.stamp:
-	$(PYTHON) -m venv .airflow
-	.airflow/bin/python -m pip install --quiet apache-airflow-core==3.3.2 apache-airflow-providers-standard
-	touch $@
 
 clean:
 	rm -rf $(VENV) .lowest build dist demo demo-gan runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

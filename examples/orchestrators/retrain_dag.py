@@ -42,9 +42,13 @@ def retrain() -> None:
     """Retrain the line of FILE once a day."""
 
     @task  # type: ignore[untyped-decorator]  # as above
-    def tick(data_interval_end: datetime | None = None) -> dict[str, Any]:
-        """Run the tick of a scheduled time, and return its outcome, reason and release."""
-        scheduled = data_interval_end or datetime.now(UTC)
+    def tick(data_interval_end: datetime | None = None, dag_run: Any = None) -> dict[str, Any]:
+        """Run the tick of a scheduled time, and return its outcome, reason and release.
+
+        The time of a run that somebody has triggered is that of the trigger, in whole seconds, also
+        when the run is retried.
+        """
+        scheduled = (data_interval_end or dag_run.run_after).replace(microsecond=0)
         words = ["retrain", "tick", FILE, "--at", scheduled.isoformat(), "--json"]
         done = subprocess.run([*TRAINLOAD, *words], stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode == WRONG:

@@ -33,6 +33,8 @@ _MAX_BUFFERED = 50_000
 """Number of the latest events that are buffered for a sink that does not accept them yet."""
 _LONGEST_PAUSE = 60.0
 """Maximum time between two attempts to make a sink."""
+_MAX_WARNING = 500
+"""Number of characters of a sink's own text in a warning."""
 _WAITING = "waiting"
 """Failure of a sink that has not responded yet."""
 _STEP_NUMBERS = (
@@ -213,7 +215,8 @@ class _Feed(threading.Thread):
     def _warn(self, method: str, problem: str) -> None:
         """Report a failure, unless it follows another one."""
         if not self._failing:
-            message = redacted(f"{self.name} did not accept the run's metrics: {problem}")
+            line = " ".join(problem.split())[:_MAX_WARNING]  # servers respond with whole pages
+            message = redacted(f"{self.name} did not accept the run's metrics: {line}")
             self._on_event(Event("warning", {"message": message}, time.time()))
         self._failing = self._failing | {method}
 

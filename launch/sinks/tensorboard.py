@@ -4,6 +4,7 @@ the run's folder.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +22,9 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        # without a configuration of logging it would print a line for every number that is not
+        # finite
+        logging.getLogger("tensorboardX").addHandler(logging.NullHandler())
         self._writer = SummaryWriter(str(run_dir / FOLDER), flush_secs=5)
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:

@@ -33,6 +33,7 @@ _ONLINE = ("online", "run", "shared")
 """Modes of W&B that need a server."""
 _STEP = "step"
 _LONGEST = 5000
+_MAX_SETTINGS = 300
 
 
 class Wandb:
@@ -50,13 +51,13 @@ class Wandb:
             replace_file(file, f"{run_id}\n".encode())
         # W&B otherwise copies what the driver prints, records its git repository and its code, and
         # prints a summary between the lines of the driver's progress
-        settings = wandb.Settings(
-            console="off", disable_code=True, disable_git=True, disable_job_creation=True
-        )
-        for name, value in _DEFAULTS.items():
-            if f"WANDB_{name.upper()}" not in given:
-                setattr(settings, name, value)
         try:
+            settings = wandb.Settings(
+                console="off", disable_code=True, disable_git=True, disable_job_creation=True
+            )
+            for name, value in _DEFAULTS.items():
+                if f"WANDB_{name.upper()}" not in given:
+                    setattr(settings, name, value)
             # a driver must not wait for somebody to type a key
             if given.get("WANDB_MODE", "online") in _ONLINE and not wandb.login(prompt=False):
                 raise wandb.errors.UsageError("there is no API key")
@@ -70,6 +71,13 @@ class Wandb:
                 config=parameters_of(run_dir),
                 settings=settings,
             )
+        except ValueError as error:  # pydantic's, several lines of which the first says nothing
+            raise StorageError(
+                "W&B does not accept its settings",
+                where="variables WANDB_...",
+                got=" ".join(str(error).split())[:_MAX_SETTINGS],
+                hint="Correct the variable that it names.",
+            ) from error
         except wandb.errors.Error as error:
             raise StorageError(
                 "W&B did not accept the run",

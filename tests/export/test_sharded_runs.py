@@ -29,6 +29,9 @@ PLANS: dict[str, dict[str, Any]] = {
 class Tied(nn.Module):
     """Model in bfloat16 with tied weights and buffers; tokens (rows, n) -> (rows, n, WORDS)."""
 
+    scale: Tensor
+    places: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 16)

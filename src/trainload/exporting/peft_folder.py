@@ -79,7 +79,11 @@ def write_peft_folder(root: Path, run: RunWeights, note: Mapping[str, Any]) -> d
         targets.append(module)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = run.values[adapter.down]
         tensors[f"{PREFIX}{module}.lora_B.weight"] = run.values[adapter.up]
-    saved = sorted({_within(name, prefix).rpartition(".")[0] for name in run.also})
+    # peft replaces a module with a copy, so a tied parameter is replaced in each module that has it
+    owners = {entry.name: entry.alias_of or entry.name for entry in manifest.parameters}
+    trained = {owners[name] for name in run.also}
+    names = [name for name, owner in owners.items() if owner in trained]
+    saved = sorted({_within(name, prefix).rpartition(".")[0] for name in names})
     _check_saved_modules(saved, targets)
     state = _state_of(run, saved, prefix)
     _check_other_buffers(run, {f"{prefix}{name}" for name in state})
@@ -171,13 +175,11 @@ def _check_saved_modules(saved: Collection[str], targets: Collection[str]) -> No
 def _state_of(run: RunWeights, modules: Collection[str], prefix: str) -> dict[str, Tensor]:
     """Return the state dict of modules of the exported model, by names there."""
     manifest = run.frozen.manifest
-    names = [
-        *(entry.name for entry in manifest.parameters),
-        *(entry.name for entry in manifest.buffers if entry.persistent),
-    ]
+    stored = {entry.name: entry.alias_of or entry.name for entry in manifest.parameters}
+    stored |= {entry.name: entry.name for entry in manifest.buffers if entry.persistent}
     return {
-        name.removeprefix(prefix): run.package.weights.tensor(name)
-        for name in names
+        name.removeprefix(prefix): run.package.weights.tensor(owner)
+        for name, owner in stored.items()
         if any(name.startswith(f"{prefix}{module}.") for module in modules)
     }
 

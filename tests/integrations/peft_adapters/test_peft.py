@@ -31,11 +31,12 @@ RANK, ALPHA, STEPS, ROWS, RATE = 4, 6.0, 5, 4, 0.05
 LAYERS = ("*.q_proj.weight", "*.v_proj.weight")
 
 
-def llama() -> Any:
+def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes, **heads))
+    config = transformers.LlamaConfig(vocab_size=32, **sizes, **heads, **options)
+    return transformers.LlamaForCausalLM(config)
 
 
 def rows() -> dict[str, Tensor]:
@@ -50,13 +51,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package llama.tl and rows.npz."""
-    folder = tmp_path_factory.mktemp("llama")
+    return frozen(llama(), tmp_path_factory.mktemp("llama"))
+
+
+def frozen(model: Any, folder: Path) -> Path:
+    """Write the package llama.tl of a model, and rows.npz, into a folder; return the folder."""
     columns: dict[str, Any] = {name: value.numpy() for name, value in rows().items()}
     np.savez(folder / "rows.npz", **columns)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from transformers
         made = job_of(
-            llama(),
+            model,
             rows(),
             settings(max_steps=STEPS, per_device_train_batch_size=ROWS),
             optimizer=sgd,
@@ -168,6 +173,19 @@ def test_modules_that_are_trained_beside_the_adapters_are_saved_whole(
     path = trainload.export(beside, tmp_path / "exported", to="peft").path
     after = predicted(trainload.open(beside.with_suffix(".tl")))
     torch.testing.assert_close(logits(wrapped(path)), after, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.")
+def test_a_tied_parameter_that_is_trained_beside_the_adapters_is_saved_in_each_module(
+    tmp_path: Path,
+) -> None:
+    folder = frozen(llama(tie_word_embeddings=True), tmp_path)
+    adapters = trainload.Adapters(rank=2, layers=LAYERS, also=("*embed_tokens.weight",))
+    beside = launched(folder, tmp_path / "beside", adapters)
+    path = trainload.export(beside, tmp_path / "exported", to="peft").path
+    after = predicted(trainload.open(beside.with_suffix(".tl")))
+    opened = peft.PeftModel.from_pretrained(llama(tie_word_embeddings=True), path)
+    torch.testing.assert_close(logits(opened), after, rtol=1e-4, atol=1e-5)
 
 
 def test_the_command_exports_the_adapters_of_any_checkpoint(run: Path, tmp_path: Path) -> None:

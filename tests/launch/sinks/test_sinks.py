@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,28 @@ def test_tensorboard_has_the_losses_of_the_journal(
         "checkpoint/bytes",
     } <= set(found)
     assert sorted(found["evaluation/loss"]) == [0, STEPS]
+
+
+def test_tensorboard_has_numbers_that_are_not_finite_without_a_line_for_each(
+    tmp_path: Path,
+) -> None:
+    code = f"""
+from pathlib import Path
+from trainload.launching.sinks.tensorboard import TensorBoard
+sink = TensorBoard(Path({str(tmp_path)!r}))
+sink.numbers({{"loss": float("nan")}}, 1, 1.0)
+sink.numbers({{"loss": float("-inf")}}, 2, 2.0)
+sink.close("failed")
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout + process.stderr == ""
+    values = [
+        value.simple_value
+        for record in records(tmp_path / "tensorboard")
+        for value in record.summary.value
+    ]
+    assert (str(values[0]), values[1]) == ("nan", float("-inf"))
 
 
 def test_mlflow_has_the_losses_of_the_journal_and_what_was_run(

@@ -156,6 +156,28 @@ with open_sinks(["wandb"], Path({str(run_dir)!r}), lambda e: print(e.kind), new=
     assert process.stdout.split() == ["warning", "end"]
 
 
+def test_a_launch_with_a_wrong_setting_of_wandb_is_rejected(tmp_path: Path) -> None:
+    from tests.report.made import made_run
+
+    run_dir = made_run(tmp_path / "run", [], digest="a" * 64)
+    code = f"""
+from pathlib import Path
+from trainload.launching.sinks.sink import open_sinks
+with open_sinks(["wandb"], Path({str(run_dir)!r}), lambda event: None):
+    pass
+"""
+    process = subprocess.run(  # the library reads its variables once in a process
+        [sys.executable, "-c", code],
+        env={**os.environ, "WANDB_MODE": "sometimes"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = [line for line in process.stderr.splitlines() if "StorageError: " in line]
+    assert "W&B does not accept its settings" in line
+    assert "mode Input should be" in line
+
+
 def test_a_launch_without_an_api_key_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
