@@ -37,6 +37,7 @@ class Given:
         already: run that trains while the commands run -> the command that started it.
         statuses: beginnings of commands -> exit status, if it is not 0.
         variables: environment variables.
+        has_scripts: True if its Python blocks are scripts that run here.
         libraries: modules without which the test is skipped: make integrations.
         on_ray: True if its runs are on Ray, as it says, and not in one process.
         compiles: True if its runs compile.
@@ -52,6 +53,7 @@ class Given:
     already: Mapping[str, str] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    has_scripts: bool = False
     libraries: tuple[str, ...] = ()
     on_ray: bool = False
     compiles: bool = False
@@ -129,6 +131,7 @@ GIVEN = {
             "openssl ecparam -name prime256v1 -genkey -noout -out build-key.pem",
             "openssl pkey -in build-key.pem -pubout -out build-key.pub.pem",
             "trainload push gpt.tl s3://models/store --line gpt",
+            "trainload push gpt.tl store --line main",
             "trainload retrain init retraining.yaml",
         ),
         on_ray=True,
@@ -192,7 +195,6 @@ GIVEN = {
     "docs/guides/runs.md": Given(
         files=(*RUN, "plan.json"),
         buckets=("bucket/gpt.tl", "bucket/rows"),
-        on_ray=True,
         training={
             "trainload launch gpt.tl --plan plan.json --data train.parquet": "runs/gpt",
             "trainload resume runs/gpt": "runs/gpt",
@@ -247,6 +249,8 @@ GIVEN = {
         renamed={"base.py": "job.py"},
         texts={"my_ops.py": MY_OPS, "job.py": FUSED_JOB, "lacking.txt": "aten.linear.default"},
         before=("trainload freeze job.py:job -o fused.tl",),
+        replacements={'run_dir="': 'backend="local", compile=False, run_dir="'},
+        has_scripts=True,
     ),
     "docs/reference/plans.md": Given(
         files=RUN,
@@ -357,6 +361,7 @@ def test_the_commands_of_a_page_run(
             given.statuses,
             on_ray=given.on_ray,
             compiles=given.compiles,
+            has_scripts=given.has_scripts,
         )
         assert guide.run(page, given.already) > 0
 
