@@ -188,18 +188,17 @@ class Page:
 
     def _run(self, command: Command, stack: ExitStack) -> None:
         line = self._replaced(command.text)
-        trains = [run for start, run in self._training.items() if line.startswith(start)]
-        if " stop " not in line and any(run in line for run in trains):
-            self._stop(trains[0])
-            self._train(line, trains[0], stack)
+        run_dirs = [run for start, run in self._training.items() if line.startswith(start)]
+        if run_dirs:
+            self._stop(run_dirs[0])
+            self._train(line, run_dirs[0], stack)
             return
         status = next((code for text, code in self._statuses.items() if line.startswith(text)), 0)
-        status = 2 if command.fails else status
         output = run(
             line,
             self._folder,
             self._variables,
-            status,
+            2 if command.fails else status,
             on_ray=self._on_ray,
             compiles=self._compiles,
         )

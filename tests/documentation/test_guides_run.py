@@ -125,8 +125,8 @@ GIVEN = {
         ),
     ),
     "docs/guides/builds.md": Given(
-        files=RUN,
-        renamed={"data": "data", "package.tl": "gpt.tl"},
+        files=(*RUN, "data"),
+        renamed={"package.tl": "gpt.tl"},
         before=(
             "openssl ecparam -name prime256v1 -genkey -noout -out build-key.pem",
             "openssl pkey -in build-key.pem -pubout -out build-key.pub.pem",
@@ -141,7 +141,6 @@ GIVEN = {
     "docs/guides/command-line.md": Given(files=RUN),
     "docs/guides/data.md": Given(
         files=("gpt.tl", "train.parquet", "rows.py", "held-out.safetensors"),
-        renamed={"parts/train.parquet": "train.parquet"},
         buckets=("bucket/corpus",),
         before=(SAVE_TO_DISK,),
         libraries=("datasets",),
@@ -171,7 +170,7 @@ GIVEN = {
     ),
     "docs/guides/hub.md": Given(files=("gpt-trained.tl",)),
     "docs/guides/orchestrators.md": Given(
-        renamed={"package.tl": "gpt.tl", "data": "data"}, before=RETRAINING
+        files=("data",), renamed={"package.tl": "gpt.tl"}, before=RETRAINING
     ),
     "docs/guides/pages.md": Given(files=(*RUN, "plan.json"), buckets=STORE, before=(FINISHED,)),
     "docs/guides/passes.md": Given(files=("gpt.tl", "mine.py")),
@@ -205,8 +204,8 @@ GIVEN = {
     "docs/guides/shapes.md": Given(files=("job.py",)),
     "docs/guides/store.md": Given(files=RUN, renamed={"new.tl": "gpt-trained.tl"}),
     "docs/guides/trackers.md": Given(
-        files=RUN,
-        renamed={"package.tl": "gpt.tl", "data": "data"},
+        files=(*RUN, "data"),
+        renamed={"package.tl": "gpt.tl"},
         before=(
             *RETRAINING,
             "trainload push gpt.tl store --line main",
@@ -221,10 +220,9 @@ GIVEN = {
     ),
     "docs/guides/watching.md": Given(files=RUN, before=(FINISHED,), on_ray=True),
     "docs/guides/weights.md": Given(
-        files=("gpt.tl", "train.parquet", "llama-70b.tl", "job.py", "rows.parquet", "test.parquet"),
+        files=(*RUN, "llama-70b.tl", "job.py", "rows.parquet", "test.parquet", "hub/gpt2"),
         renamed={
             "plan.json": "llama-plan.json",
-            "hub/gpt2": "hub/gpt2",
             "hub/llama-8b": "s3/models/llama-70b",
             "llama-8b.tl": "llama-70b.tl",
             "runs/best.safetensors": "best.safetensors",
