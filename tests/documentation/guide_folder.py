@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -120,7 +121,7 @@ def run(
     environment = {**(variables or {}), "COLUMNS": "100"}
     environment |= dict(pair.split("=", 1) for pair in shlex.split(call[1]))
     words = shortened(shlex.split(call[2]), on_ray=on_ray, compiles=compiles)
-    code, out, err = forked.done(*words, cwd=folder, **environment)
+    code, out, err = forked.done(*words, cwd=folder, first=None, **environment)
     assert code == status, f"{line}\n{out}{err}"
     return out + err
 
@@ -137,6 +138,7 @@ class Page:
         statuses: beginnings of commands -> exit status, if it is not 0.
         on_ray: True if runs are on Ray, as the page says, and not in one process.
         compiles: True if runs compile.
+        has_scripts: True if Python blocks are scripts.
     """
 
     def __init__(
@@ -149,10 +151,12 @@ class Page:
         *,
         on_ray: bool,
         compiles: bool,
+        has_scripts: bool,
     ) -> None:
         self._folder, self._variables = folder, variables
         self._replacements, self._training, self._statuses = replacements, training, statuses
         self._on_ray, self._compiles = on_ray, compiles
+        self._has_scripts = has_scripts
         self._running: list[tuple[str, forked.Command]] = []
 
     def run(self, page: Path, already: Mapping[str, str]) -> int:
@@ -167,6 +171,9 @@ class Page:
             for block in blocks(page):
                 if block.title:
                     (self._folder / block.title).write_text(self._replaced(block.text))
+                elif block.language == "python" and self._has_scripts:
+                    script = self._replaced(block.text)
+                    output_of([sys.executable, "-"], script, self._folder, self._variables)
                 for command in commands(block):
                     if not command.reason:
                         self._run(command, stack)
@@ -181,18 +188,17 @@ class Page:
 
     def _run(self, command: Command, stack: ExitStack) -> None:
         line = self._replaced(command.text)
-        trains = [run for start, run in self._training.items() if line.startswith(start)]
-        if " stop " not in line and any(run in line for run in trains):
-            self._stop(trains[0])
-            self._train(line, trains[0], stack)
+        run_dirs = [run for start, run in self._training.items() if line.startswith(start)]
+        if run_dirs:
+            self._stop(run_dirs[0])
+            self._train(line, run_dirs[0], stack)
             return
         status = next((code for text, code in self._statuses.items() if line.startswith(text)), 0)
-        status = 2 if command.fails else status
         output = run(
             line,
             self._folder,
             self._variables,
-            status,
+            2 if command.fails else status,
             on_ray=self._on_ray,
             compiles=self._compiles,
         )
@@ -203,14 +209,14 @@ class Page:
         words = shlex.split(line)[1:]
         words = shortened(words, on_ray=self._on_ray, compiles=self._compiles)
         words += ["--set", f"steps={_STEPS}"] if "resume" in words else ["--steps", _STEPS]
-        started = forked.command(*words, cwd=self._folder, **self._variables)
+        started = forked.command(*words, cwd=self._folder, first=None, **self._variables)
         process = stack.enter_context(started)
         self._running.append((run_dir, process))
 
         def is_running() -> bool:
             assert process.process.is_alive(), process.err
             words = ("status", run_dir, "--json")
-            status, out, _ = forked.done(*words, cwd=self._folder, **self._variables)
+            status, out, _ = forked.done(*words, cwd=self._folder, first=None, **self._variables)
             state = json.loads(out) if status == 0 else {"over": True}
             return not state["over"] and state["ranks"] != {}
 
@@ -221,7 +227,7 @@ class Page:
         for name, process in list(self._running):
             if run_dir in ("", name):
                 if process.process.is_alive():
-                    forked.done("stop", name, cwd=self._folder, **self._variables)
+                    forked.done("stop", name, cwd=self._folder, first=None, **self._variables)
                 process.wait()
                 self._running.remove((name, process))
 

@@ -1,7 +1,7 @@
 """Commands of the pages: every one of them runs in a test, or has a named reason not to.
 
 Commands are in `bash` blocks; in a `console` block they begin with "$ ", and their output follows.
-An indented block has none, so that no command of a page escapes.
+Other blocks have none, so that no command of a page escapes.
 """
 
 from __future__ import annotations
@@ -141,8 +141,17 @@ def commands_in_file(block: Block) -> list[str]:
     return [call.strip() for call in re.findall(r"^ *(trainload [^&|]*)", block.text, re.MULTILINE)]
 
 
-def commands_in_indented_blocks(page: Path) -> list[str]:
-    """Return the lines outside of fences that begin with four spaces and a command."""
-    prose = _BLOCK.sub("", page.read_text())
-    lines = re.findall(r"^ {4}(?:\$ )?(.*)$", prose, re.MULTILINE)
+def commands_elsewhere(page: Path) -> list[str]:
+    """Return the commands of a page that are in an indented block, or in one of another language.
+
+    Those in a file that a page shows (a block with a title) are no commands of the page.
+    """
+    text = page.read_text()
+    others = [
+        match[3]
+        for match in _BLOCK.finditer(text)
+        if match[1] not in ("bash", "console") and not match[2]
+    ]
+    indented = re.findall(r"^ {4}.*$", _BLOCK.sub("", text), re.MULTILINE)
+    lines = [line.strip().removeprefix("$ ") for line in [*indented, *"".join(others).split("\n")]]
     return [line for line in lines if _COMMAND.match(line)]

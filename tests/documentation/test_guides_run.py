@@ -37,6 +37,7 @@ class Given:
         already: run that trains while the commands run -> the command that started it.
         statuses: beginnings of commands -> exit status, if it is not 0.
         variables: environment variables.
+        has_scripts: True if its Python blocks are scripts that run here.
         libraries: modules without which the test is skipped: make integrations.
         on_ray: True if its runs are on Ray, as it says, and not in one process.
         compiles: True if its runs compile.
@@ -52,6 +53,7 @@ class Given:
     already: Mapping[str, str] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    has_scripts: bool = False
     libraries: tuple[str, ...] = ()
     on_ray: bool = False
     compiles: bool = False
@@ -123,12 +125,13 @@ GIVEN = {
         ),
     ),
     "docs/guides/builds.md": Given(
-        files=RUN,
-        renamed={"data": "data", "package.tl": "gpt.tl"},
+        files=(*RUN, "data"),
+        renamed={"package.tl": "gpt.tl"},
         before=(
             "openssl ecparam -name prime256v1 -genkey -noout -out build-key.pem",
             "openssl pkey -in build-key.pem -pubout -out build-key.pub.pem",
             "trainload push gpt.tl s3://models/store --line gpt",
+            "trainload push gpt.tl store --line main",
             "trainload retrain init retraining.yaml",
         ),
         on_ray=True,
@@ -138,7 +141,6 @@ GIVEN = {
     "docs/guides/command-line.md": Given(files=RUN),
     "docs/guides/data.md": Given(
         files=("gpt.tl", "train.parquet", "rows.py", "held-out.safetensors"),
-        renamed={"parts/train.parquet": "train.parquet"},
         buckets=("bucket/corpus",),
         before=(SAVE_TO_DISK,),
         libraries=("datasets",),
@@ -168,7 +170,7 @@ GIVEN = {
     ),
     "docs/guides/hub.md": Given(files=("gpt-trained.tl",)),
     "docs/guides/orchestrators.md": Given(
-        renamed={"package.tl": "gpt.tl", "data": "data"}, before=RETRAINING
+        files=("data",), renamed={"package.tl": "gpt.tl"}, before=RETRAINING
     ),
     "docs/guides/pages.md": Given(files=(*RUN, "plan.json"), buckets=STORE, before=(FINISHED,)),
     "docs/guides/passes.md": Given(files=("gpt.tl", "mine.py")),
@@ -192,7 +194,6 @@ GIVEN = {
     "docs/guides/runs.md": Given(
         files=(*RUN, "plan.json"),
         buckets=("bucket/gpt.tl", "bucket/rows"),
-        on_ray=True,
         training={
             "trainload launch gpt.tl --plan plan.json --data train.parquet": "runs/gpt",
             "trainload resume runs/gpt": "runs/gpt",
@@ -203,8 +204,8 @@ GIVEN = {
     "docs/guides/shapes.md": Given(files=("job.py",)),
     "docs/guides/store.md": Given(files=RUN, renamed={"new.tl": "gpt-trained.tl"}),
     "docs/guides/trackers.md": Given(
-        files=RUN,
-        renamed={"package.tl": "gpt.tl", "data": "data"},
+        files=(*RUN, "data"),
+        renamed={"package.tl": "gpt.tl"},
         before=(
             *RETRAINING,
             "trainload push gpt.tl store --line main",
@@ -219,10 +220,9 @@ GIVEN = {
     ),
     "docs/guides/watching.md": Given(files=RUN, before=(FINISHED,), on_ray=True),
     "docs/guides/weights.md": Given(
-        files=("gpt.tl", "train.parquet", "llama-70b.tl", "job.py", "rows.parquet", "test.parquet"),
+        files=(*RUN, "llama-70b.tl", "job.py", "rows.parquet", "test.parquet", "hub/gpt2"),
         renamed={
             "plan.json": "llama-plan.json",
-            "hub/gpt2": "hub/gpt2",
             "hub/llama-8b": "s3/models/llama-70b",
             "llama-8b.tl": "llama-70b.tl",
             "runs/best.safetensors": "best.safetensors",
@@ -247,6 +247,8 @@ GIVEN = {
         renamed={"base.py": "job.py"},
         texts={"my_ops.py": MY_OPS, "job.py": FUSED_JOB, "lacking.txt": "aten.linear.default"},
         before=("trainload freeze job.py:job -o fused.tl",),
+        replacements={'run_dir="': 'backend="local", compile=False, run_dir="'},
+        has_scripts=True,
     ),
     "docs/reference/plans.md": Given(
         files=RUN,
@@ -357,6 +359,7 @@ def test_the_commands_of_a_page_run(
             given.statuses,
             on_ray=given.on_ray,
             compiles=given.compiles,
+            has_scripts=given.has_scripts,
         )
         assert guide.run(page, given.already) > 0
 

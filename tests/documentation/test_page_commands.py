@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tests.documentation.page_commands import (
     PAGES,
     blocks,
     commands,
+    commands_elsewhere,
     commands_in_file,
-    commands_in_indented_blocks,
 )
 
 NOT_RUN = {
@@ -30,8 +31,8 @@ SCRIPTS = {"gpt.sbatch": 3}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_an_indented_block_has_no_command(page: Path) -> None:
-    assert commands_in_indented_blocks(page) == []
+def test_commands_are_in_blocks_for_them(page: Path) -> None:
+    assert commands_elsewhere(page) == []
 
 
 def test_the_commands_that_no_test_runs_are_known() -> None:
@@ -46,3 +47,16 @@ def test_the_commands_that_no_test_runs_are_known() -> None:
 def test_the_scripts_that_no_test_runs_are_known() -> None:
     files = [block for page in PAGES for block in blocks(page) if commands_in_file(block)]
     assert {block.title: len(commands_in_file(block)) for block in files} == SCRIPTS
+
+
+def test_a_command_of_another_block_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("    trainload runs\n\n```sh\nA=1 pip list\n```\n\n```bash\nmake x\n```\n")
+    assert commands_elsewhere(page) == ["trainload runs", "A=1 pip list"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_the_blocks_of_a_page_are_valid_bash(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "bash":
+            subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)

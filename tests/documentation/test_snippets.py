@@ -1,7 +1,8 @@
 """Every Python example of README.md and docs/ runs unchanged, except for the number of steps.
 
 The examples of capture.md, graphs.md and variants.md in docs/guides/, which state their results,
-have their own tests, and so have hub.md, which needs a server, and the tutorials.
+have their own tests, and so have hub.md, which needs a server, and the tutorials. Those of
+operators.md run in interpreters of their own (test_guides_run.py).
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ OTHERS = {
     "docs/guides/graphs.md",
     "docs/guides/hub.md",
     "docs/guides/variants.md",
+    "docs/reference/operators.md",
 }
 
 
