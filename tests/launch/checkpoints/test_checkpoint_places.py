@@ -381,7 +381,6 @@ def test_a_place_that_cannot_be_reached_is_asked_again_and_no_older_checkpoint_i
 def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
     s3: str, bucket: Kept, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bounded_files, "SECONDS", 1.5)
     monkeypatch.setattr("trainload.launching.worker.saving._HOLD_SECONDS", 0.1)
     monkeypatch.setattr("trainload.launching.worker.saving._FIRST_PAUSE", 0.1)
     with wire_to(s3) as wire:
@@ -393,10 +392,12 @@ def test_an_upload_that_hangs_holds_no_step_and_ends_in_time(
             patience=60.0,
         )
         wire.silent = True
-        for step in range(1, 4):
-            saver.save(step, make_state(ONE, 0), DATA, {})
-            assert saver._writer.writing  # still uploading: no save waited for it
-        wait_until(lambda: saver.wanted)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(bounded_files, "SECONDS", 1.5)
+            for step in range(1, 4):
+                saver.save(step, make_state(ONE, 0), DATA, {})
+                assert saver._writer.writing  # still uploading: no save waited for it
+            wait_until(lambda: saver.wanted)
         wire.silent = False
         wire.cut()
         saver.finish(lambda: saver.save(4, make_state(ONE, 0), DATA, {}))

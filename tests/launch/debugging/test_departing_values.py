@@ -212,15 +212,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("", marks=pytest.mark.slow),
-        "forward, a wrong kernel",
-        pytest.param("update, a dropped weight", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("fault", ["", "forward, a wrong kernel", "update, a dropped weight"])
 def test_a_wrong_kernel_is_found_with_its_operator_and_line(
     fault: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

@@ -29,13 +29,15 @@ from trainload.report.runs.history import read_history
 
 STEPS = 4
 EVERY = 2
-PLANS: dict[str, dict[str, Any]] = {
-    "zero0": {"strategy": "zero0"},
-    "zero1": {"strategy": "zero1"},
+PLANS = {
     "zero3": {"strategy": "zero3"},
-    "accumulation": {"strategy": "zero2", "accumulate": 2},
     "tensor parallel": {"tensor_ranks": 2},
     "a pipeline": {"pipeline_ranks": 2},
+}
+MORE_PLANS = {
+    "zero0": {"strategy": "zero0"},
+    "zero1": {"strategy": "zero1"},
+    "accumulation": {"strategy": "zero2", "accumulate": 2},
 }
 
 
@@ -98,7 +100,16 @@ def test_samples_are_the_statistics_of_the_step_computed_again(single: Path) -> 
             assert sample[name, "rms"] == pytest.approx(activation.rms, rel=1e-3)
 
 
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(pytest.param(options, id=name) for name, options in PLANS.items()),
+        *(
+            pytest.param(options, id=name, marks=pytest.mark.slow)
+            for name, options in MORE_PLANS.items()
+        ),
+    ],
+)
 def test_every_plan_has_the_statistics_of_one_process(
     gpt: Package, gpt_data: Path, single: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -114,6 +125,7 @@ def test_every_plan_has_the_statistics_of_one_process(
         assert sample == pytest.approx(expected[step], rel=2e-2, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_same_losses_with_and_without_statistics(
     gpt: Package, gpt_data: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from trainload.retraining.ticks.tick import Scheduler
 from trainload.retraining.ticks.tick_records import Ended
 from trainload.retraining.ticks.tick_stages import Opening, Stages
 
+pytestmark = pytest.mark.slow
 STORE = f"s3://{BUCKET}/retraining"
 
 

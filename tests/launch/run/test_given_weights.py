@@ -277,7 +277,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("precision", marks=pytest.mark.slow),
+        pytest.param("adapters", marks=pytest.mark.slow),
+        "both",
+    ],
+)
 def test_its_graphs_are_changed_at_the_launch_like_those_of_one_with_weights(
     name: str, abstract: Package, large: Package, data: Path, tmp_path: Path
 ) -> None:
