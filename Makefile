@@ -96,7 +96,7 @@ fuzz: env
 	$(BIN)/python -m tests.fuzz.run
 
 compat: env
-	$(BIN)/python -m tests.compat.matrix
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.compat.matrix
 
 grid: env
 	$(BIN)/python -m tests.grid.run

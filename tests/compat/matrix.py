@@ -15,13 +15,13 @@ import re
 import subprocess
 import sys
 import tomllib
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from tests.golden.goldens import BF16, FP32, TOLERANCES, goldens
+from tests.house.commits import head_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".compat"
@@ -33,8 +33,8 @@ alternating graphs; variants; operators of another library; plain layers; shapes
 are frozen with each torch version, and opened and trained for two steps with each. A cell shows how
 many of the packages load, train, and reproduce the losses of the version that froze them ({fp32:g}
 relative, {bf16:g} for the one with a bfloat16 region), and the largest relative difference of a
-float32 loss (exact: none). `make compat` writes this page; the packages of older formats in
-`tests/golden/` are also opened with each torch version.
+float32 loss (exact: none). `make compat` writes this page, here at commit {commit}; the packages of
+older formats in `tests/golden/` are also opened with each torch version.
 
 """
 
@@ -50,11 +50,10 @@ def python_of(version: str) -> Path:
 
 
 def make_environment(version: str) -> None:
-    """Create an environment with this torch and trainload's dependencies, unless it exists."""
+    """Let uv make an environment with this torch and trainload's dependencies, unless it exists."""
     stamp = FOLDER / version / ".stamp"
     if stamp.exists():
         return
-    venv.EnvBuilder(with_pip=True, clear=True).create(FOLDER / version)
     pins = [
         line
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -67,20 +66,14 @@ def make_environment(version: str) -> None:
         )
         + "\n"
     )
-    command = [
-        str(python_of(version)),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "-c",
-        str(constraints),
-        "torch",
-        "setuptools",
-        *dependencies(),
-    ]
-    subprocess.run(command, check=True)
+    uv("venv", "--clear", "--python", sys.executable, FOLDER / version)
+    install = ("pip", "install", "--python", python_of(version), "-c", constraints)
+    uv(*install, "torch", "setuptools", *dependencies())
     stamp.touch()
+
+
+def uv(*arguments: object) -> None:
+    subprocess.run(["uv", "--quiet", *map(str, arguments)], check=True)
 
 
 def asked(version: str, verb: str, folders: Sequence[Path]) -> dict[str, Any]:
@@ -132,7 +125,7 @@ def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]
     """Return the text of docs/measurements/compat.md."""
     told = {version: opened[version]["results"] for version in versions}
     lines = [
-        HEAD.format(fp32=FP32, bf16=BF16).rstrip(),
+        HEAD.format(fp32=FP32, bf16=BF16, commit=head_commit()).rstrip(),
         "",
         f"| frozen by \\ opened by | {' | '.join(versions)} |",
     ]

@@ -38,6 +38,7 @@ from tests.coverage.stages import (
     with_every_stage,
 )
 from tests.coverage.table import TABLE, bad, versions, write_table
+from tests.house.commits import head_commit
 from tests.house.source import ROOT
 from tests.laws.isolated import Environment, build_wheel, make_environment
 
@@ -131,17 +132,6 @@ def run(cases: Sequence[Case], results: dict[str, Outcome], folder: Path, *, kee
             )
     finally:
         pool.shutdown(cancel_futures=True)  # after an interrupt, no other chunk is started
-
-
-def head_commit() -> str:
-    """Return the commit of the checkout, abbreviated."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
 
 
 def run_chunk(

@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.grid.models import DEEP, MODELS, STEPS, Model
 from tests.grid.outlined import NOTED, train_outlined
+from tests.house.commits import head_commit
 from tests.laws.runs import TOLERANCE, Run, curve, difference, train
 from tests.laws.worker import train_as_rank
 
@@ -34,7 +35,7 @@ HEAD = f"""# Every strategy with every kind of model
 
 Each model (`tests/grid/models.py`) is trained for {STEPS} steps in float32, by gloo processes on
 CPUs under each plan and by one process. A cell is the largest relative difference between their
-losses; {TOLERANCE:g} is allowed. `make grid` writes this page.
+losses; {TOLERANCE:g} is allowed. `make grid` writes this page, here at commit COMMIT.
 
 The model with batch norms is planned with `--batch-norm synchronised`. A batch norm computes its
 statistics over the rows of one call, so pipelines, which have four microbatches, are compared with
@@ -173,7 +174,8 @@ def page(rows: dict[str, dict[str, float | str]]) -> str:
 
     lines = [*table(list(STRATEGIES)), "", BESIDE, "", *table(list(SHARED))]
     told = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return HEAD + "\n".join(lines) + "\n" + ("\n" + "\n".join(told) + "\n" if told else "")
+    head = HEAD.replace("COMMIT", head_commit())
+    return head + "\n".join(lines) + "\n" + ("\n" + "\n".join(told) + "\n" if told else "")
 
 
 def main() -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 from tests.hostile.guarded import Noted, refusal, watched
 from tests.hostile.packages import CASES
 from tests.hostile.prepared import make_base
+from tests.house.commits import head_commit
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "hostile.md"
 HEAD = """# How hostile packages are rejected
 
 Each row is a valid package that was modified by an attacker who recomputed every digest and
 checksum; a modified derived graph is even sealed with the user's own key. A launch reads packages
-in the same way before it starts anything. `make hostile` writes this page;
+in the same way before it starts anything. `make hostile` writes this page, here at commit COMMIT;
 `tests/hostile/test_hostile.py` checks each row: the package is rejected with one line that names
 the file, before any tensor is created, and without starting processes, opening files for writing,
 unpickling or using sockets, as seen by Python's audit events.
@@ -62,7 +63,8 @@ def page(rows: list[tuple[str, str, str, float, Noted]]) -> str:
     told = f"{counts}; {made} bytes of tensors created, {acts} forbidden acts; "
     told += f"median {1000 * statistics.median(seconds):.0f} ms, longest {seconds[-1]:.2f} s."
     lines = [f"| {_cell(what)} | {_cell(line) or '**accepted**'} |" for what, _, line, _, _ in rows]
-    return HEAD + "\n".join([told, "", "| modification | message |", "|---|---|", *lines, ""])
+    head = HEAD.replace("COMMIT", head_commit())
+    return head + "\n".join([told, "", "| modification | message |", "|---|---|", *lines, ""])
 
 
 def _cell(text: str) -> str:
