@@ -43,7 +43,6 @@ TESTS = (
     "tests/huggingface",
     "tests/launch/data",
     "tests/launch/sinks",
-    "tests/optimizers",
     "tests/packaging",
     "tests/report",
     "tests/sharding",

@@ -9,6 +9,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from tests.compat.matrix import VERSIONS
 from tests.distribution.installs import BEGIN, END, PAGE, RESULTS, minor, table
+from tests.distribution.lowest import TESTS
 from tests.distribution.requirements import project, requirements
 from tests.house.source import ROOT, face_files, private_names, stage_files
 
@@ -77,3 +78,7 @@ def test_private_names_of_other_libraries_are_not_used() -> None:
         for library in libraries
         if (names := [name for text in texts for name in private_names(text, library)])
     } == {}
+
+
+def test_the_folders_that_run_with_the_lowest_versions_exist() -> None:
+    assert [folder for folder in TESTS if not (ROOT / folder).is_dir()] == []
