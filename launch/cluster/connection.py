@@ -30,6 +30,8 @@ from trainload.launching.ranks.fork_server import ForkServer
 _log = logging.getLogger(__name__)
 
 _LISTEN_SECONDS = 5.0
+_RESPONSE_SECONDS = 15.0
+"""Time for the first response of a cluster that accepts connections."""
 _CLOSE_SECONDS = 30.0
 """Time to wait for the end of a connection, which is the end of a local cluster."""
 _GIVE_UP_SECONDS = 2.0
@@ -294,14 +296,20 @@ def asks_for_token(address: str) -> bool:
 
     If the cluster has no token, the driver must not enable one either: it would reject the
     cluster's own requests, and its actors would die as soon as they are created.
+
+    Raises:
+        TimeoutError: the server accepts connections, but does not respond. Ray itself would retry
+            for minutes.
     """
     with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
         ask = channel.unary_unary(
             _NODE_INFO_METHOD, request_serializer=bytes, response_deserializer=bytes
         )
         try:
-            ask(b"", timeout=_LISTEN_SECONDS)
+            ask(b"", timeout=_RESPONSE_SECONDS)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError("it accepts connections, but does not respond") from error
             return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
     return False
 

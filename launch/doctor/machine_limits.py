@@ -161,7 +161,8 @@ def examine_open_files() -> CheckResult:
     """Compare the limit of open files, to which Ray raises its own, with what a node needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
-    found = f"{soft}, which can be raised to {'any number' if unlimited else hard}"
+    found = f"{soft}, which can {'' if unlimited else 'at most '}be raised to"
+    found += " any number" if unlimited else f" {hard}"
     if unlimited or hard >= OPEN_FILES:
         return CheckResult("open files", "ok", found)
     return CheckResult(

@@ -113,3 +113,28 @@ def test_a_file_of_the_current_folder_is_no_installed_module(
 def test_a_name_need_not_be_that_of_a_module(name: str, tmp_path: Path) -> None:
     assert cli.run(["init", name]) == 0
     assert (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize("name", ['quo"te.py', "back\\slash.py", "new\nline.py", "b\udcffd.py"])
+def test_a_name_that_a_docstring_cannot_hold_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["init", name]) == 2
+    assert "cannot be written into a Python file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_looks_like_an_option_is_a_path_in_the_next_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["init", "--", "-x.py"]) == 0
+    words = [word for command in next_commands(capsys.readouterr().out) for word in command]
+    assert {"./-x.py:job", "./-x.tl", "python:./-x.py:rows"} <= set(words)
+
+
+def test_a_file_in_place_of_the_folder_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").touch()
+    assert cli.run(["init", "taken"]) == 2
+    assert "taken: the folder cannot be created: File exists" in capsys.readouterr().err

@@ -324,3 +324,41 @@ def test_gpus_of_other_vendors_have_their_resource(
 def test_an_invalid_resource_is_rejected(capsys: Capture) -> None:
     assert cli.run(["manifest", "kuberay", *JOB, "--workers", "8/amd.com/"]) == 2
     assert "--workers: this is not a resource of Kubernetes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("operation", "place", "problem"),
+    [
+        ({"op": "add", "path": "/spec/no/such", "value": 1}, "/spec/no/such", "'no' not found"),
+        ({"op": "move", "from": "/spec/no", "path": "/spec/x"}, "/spec/no to /spec/x", "'no'"),
+        ({"op": "copy", "from": "/spec/no", "path": "/spec/x"}, "/spec/no to /spec/x", "'no'"),
+    ],
+    ids=lambda value: value["op"] if isinstance(value, dict) else "",
+)
+def test_a_missing_path_is_named_without_the_manifest(
+    operation: dict[str, Any], place: str, problem: str
+) -> None:
+    manifest = {"kind": "RayJob", "metadata": {"name": "gpt"}, "spec": {"other": "contents"}}
+    with pytest.raises(RequestError) as caught:
+        patched([manifest], [patch_of("patch.yaml", [operation])])
+    assert caught.value.where == f"patch.yaml: {place}"
+    assert problem in caught.value.problem
+    assert "contents" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("operation", "annotations"),
+    [
+        ({"op": "replace", "path": "/metadata/annotations/a~1b", "value": "3"}, {"a/b": "3"}),
+        ({"op": "add", "path": "/metadata/annotations/c~0d", "value": "3"}, {"c~d": "3"}),
+        ({"op": "add", "path": "/metadata/annotations/e~01", "value": "3"}, {"e~1": "3"}),
+    ],
+    ids=["slash", "tilde", "tilde and one"],
+)
+def test_escapes_of_a_path_name_keys_with_slashes_and_tildes(
+    operation: dict[str, Any], annotations: dict[str, str]
+) -> None:
+    metadata = {"name": "gpt", "annotations": {"a/b": "1"}}
+    manifest = {"kind": "RayJob", "metadata": metadata}
+    found = patched([manifest], [patch_of("patch.yaml", [operation])])
+    assert found[0]["metadata"]["annotations"] == {"a/b": "1", **annotations}

@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import os
 import sys
@@ -364,8 +365,20 @@ def _complain(kind: type[BaseException], error: BaseException, trace: TracebackT
     sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))
 
 
+def _make_streams_usable() -> None:
+    """Open streams that the caller has closed, so that no other file takes their place, and let
+    stdout escape what its encoding lacks, as stderr does.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main() -> NoReturn:
     """Run the console script."""
+    _make_streams_usable()
     sys.excepthook = _complain
     status = run(sys.argv[1:])
     connection = sys.modules.get("trainload.launching.cluster.connection")

@@ -15,6 +15,7 @@ patch:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from trainload.deploy.strategic_merge import merged
 
 Json = dict[str, Any]
 _MOST_BYTES = 2**20
+_DOCUMENT = re.compile(r" in [\[{]")
 _IDENTITY = ("apiVersion", "kind", "metadata.name", "metadata.namespace")
 
 
@@ -172,16 +174,23 @@ def _apply_operations(patch: Patch, operations: Sequence[Any], manifest: Json) -
             result = JsonPatch([operation]).apply(result)
         except (JsonPatchException, JsonPointerException, TypeError) as error:
             is_map = isinstance(operation, dict)
-            place = operation.get("path", "") if is_map else ""
+            # some messages end with the whole document
+            problem = _DOCUMENT.split(str(error))[0]
             raise RequestError(
-                f"the operation fails: {error}",
-                where=f"{patch.where}: {place}",
+                f"the operation fails: {problem}",
+                where=f"{patch.where}: {_places(operation) if is_map else ''}",
                 expected="an operation of RFC 6902, on an existing path",
                 got=str(operation.get("op")) if is_map else type(operation).__name__,
             ) from error
     if not isinstance(result, dict):
         raise RequestError("nothing of the manifest is left", where=patch.where)
     return result
+
+
+def _places(operation: Mapping[str, Any]) -> str:
+    """Return the path of an operation, after the one that it copies or moves from."""
+    path = str(operation.get("path", ""))
+    return f"{operation['from']} to {path}" if "from" in operation else path
 
 
 def _check_identity(patch: Patch, before: Json, after: Json) -> None:

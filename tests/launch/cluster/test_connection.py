@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -35,6 +36,17 @@ def test_an_address_where_nobody_listens_is_named() -> None:
         connected(address),
     ):
         pass
+
+
+def test_a_server_that_never_responds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_RESPONSE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with (
+            pytest.raises(ClusterError, match="it accepts connections, but does not respond"),
+            connected(address),
+        ):
+            pass
 
 
 def test_a_process_that_is_connected_uses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ JSON object on stdout.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,6 +20,10 @@ from trainload.core.processes import termination_signals_ignored
 from trainload.core.redaction import redacted
 from trainload.core.suggestions import did_you_mean
 
+_log = logging.getLogger(__name__)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Errors of a write that name no file."""
+
 
 def _report(
     arguments: Sequence[str], kind: str, message: str, status: int, **details: object
@@ -27,21 +34,24 @@ def _report(
     Returns `status`.
     """
     message = redacted(message)
-    if "--json" in arguments:
-        print_json(
-            {
-                "error": {
-                    "kind": kind,
-                    "message": message,
-                    "exit": status,
-                    **{k: v for k, v in details.items() if v},
-                }
-            }
-        )
-    else:
+    described = {k: v for k, v in details.items() if v}
+    error = {"kind": kind, "message": message, "exit": status, **described}
+    if "--json" not in arguments or not _printed({"error": error}):
         has_lines = details.get("findings") or details.get("table")
         sys.stderr.write(f"trainload: {message if has_lines else ' '.join(message.split())}\n")
     return status
+
+
+def _printed(value: object) -> bool:
+    """Print a JSON value; return False if stdout is full, and is not written to any more."""
+    try:
+        print_json(value)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return False
+    return True
 
 
 def _hint_of(error: click.ClickException) -> str:
@@ -116,4 +126,13 @@ def _run(group: click.Command, arguments: Sequence[str], until_end: ExitStack) -
         return _report(arguments, "UsageError", message, WRONG, hint=hint)
     except click.Abort:
         return _report(arguments, "Interrupted", "interrupted", FAILED)
+    except OSError as error:
+        if error.filename is None and error.errno not in _FULL:
+            raise
+        # a path that the system rejects, in whichever option it was
+        _log.debug("the command failed", exc_info=True)
+        where = "" if error.filename is None else os.fsdecode(error.filename)
+        problem = error.strerror or type(error).__name__
+        message = f"{where}: {problem}" if where else problem
+        return _report(arguments, "StorageError", message, FAILED, problem=problem, where=where)
     return status if isinstance(status, int) else DONE

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainload.cli.commands.shared import DONE, FAILED, json_option, out, print_json
+from trainload.cli.commands.shared import DONE, FAILED, json_option, out, print_json, working
 from trainload.cli.view.column_table import Columns
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def doctor(address: str | None, store: str | None, as_json: bool) -> int:
     """
     from trainload.launching.api.doctor import doctor as examine
 
-    report = examine(address, store=store)
+    with working("checking this machine" if address is None else "checking the cluster"):
+        report = examine(address, store=store)
     if as_json:
         print_json(report.as_json())
     else:

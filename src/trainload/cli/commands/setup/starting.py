@@ -19,6 +19,8 @@ KINDS = ("module", "transformers", "trainer")
 SHELLS = ("bash", "zsh", "fish")
 _PROGRAM = "trainload"
 _FILE = "job.py"
+_UNSUITABLE = frozenset('"\\')
+"""Characters of a path that the docstring of a Python file cannot hold as they are."""
 
 
 @click.command(short_help="Write a job file.")
@@ -43,6 +45,13 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
     trainer       a Hugging Face Trainer script: its model and arguments
     """
     file = place if place.suffix == ".py" and not place.is_dir() else place / _FILE
+    if not str(file).isprintable() or not _UNSUITABLE.isdisjoint(str(file)):
+        raise StorageError(
+            "its name cannot be written into a Python file",
+            where=repr(str(file)),
+            expected='printable characters other than " and \\',
+            hint="Choose another name. Names that are not ASCII need a UTF-8 locale.",
+        )
     if file.exists():
         raise StorageError(
             "it exists already", where=str(file), hint="Choose another path, or remove it."
@@ -54,14 +63,21 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
             hint="Choose another name.",
         )
     package = file.with_suffix(".tl")
+    spec, made = _argument(file), _argument(package)
     commands = [
-        f"{_PROGRAM} freeze {shlex.quote(f'{file}:job')} -o {shlex.quote(str(package))}",
-        f"{_PROGRAM} launch {shlex.quote(str(package))}"
-        f" --data {shlex.quote(f'python:{file}:rows')} --backend local",
+        f"{_PROGRAM} freeze {shlex.quote(f'{spec}:job')} -o {shlex.quote(made)}",
+        f"{_PROGRAM} launch {shlex.quote(made)}"
+        f" --data {shlex.quote(f'python:{spec}:rows')} --backend local",
     ]
     template = _template(kind)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = template.replace("{spec}", file.name).replace("{package}", package.name)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the folder cannot be created: {error.strerror}", where=str(file.parent)
+        ) from error
+    text = template.replace("{spec}", _argument(Path(file.name)))
+    text = text.replace("{package}", _argument(Path(package.name)))
     write_text(file, text)
     if as_json:
         print_json({"file": file, "kind": kind, "next": commands})
@@ -69,6 +85,11 @@ def init(place: Path, kind: Literal["module", "transformers", "trainer"], as_jso
     out().print(view.table([("written", str(file))]))
     for command in commands:
         out().print(f"    {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _argument(path: Path) -> str:
+    """Return a path as an argument, which does not look like an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _template(name: str) -> str:
