@@ -133,6 +133,14 @@ def test_an_evaluation_is_a_line_with_its_step() -> None:
     assert shown(Event("eval", {"step": 20, "loss": 2.0})) == "eval at step 20:  loss 2.0000\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_line_that_is_longer_than_the_console_stays_whole(terminal: bool) -> None:
+    text = "word " * 60
+    assert f"warning: {text}".strip() in shown(
+        Event("warning", {"message": text}), terminal=terminal
+    )
+
+
 def test_square_brackets_are_not_taken_for_markup() -> None:
     assert "shape [bold] differs" in shown(Event("warning", {"message": "shape [bold] differs"}))
 

@@ -114,8 +114,9 @@ class RunView:
     def _print_line(self, line: str) -> None:
         if not self._gone:
             with self._to_terminal():
-                # options of `print` would apply to the panel below as well
-                self._console.print(Text(line, no_wrap=True, overflow="ignore"), crop=False)
+                # options of `print` would apply to the panel below as well, and it joins bare texts
+                # into one that is wrapped
+                self._console.print(Group(Text(line, no_wrap=True, overflow="ignore")), crop=False)
 
     @contextmanager
     def _to_terminal(self) -> Iterator[None]:
