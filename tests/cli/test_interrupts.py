@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,23 @@ def test_an_interrupted_measurement_leaves_nothing(moment: str, tmp_path: Path) 
         assert "Traceback" not in started.err
         assert left_in(leader) == []
     assert files(tmp_path) == set()
+
+
+def test_an_interrupt_while_the_program_is_imported_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "def hook(event, arguments):\n"
+        "    if event == 'import' and arguments[0] == 'click':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.addaudithook(hook)\n"
+        "sys.argv = ['trainload', 'settings']\n"
+        "from trainload.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "trainload: interrupted\n")
 
 
 def test_every_command_that_can_take_long_is_interrupted() -> None:
