@@ -124,9 +124,12 @@ def test_the_console_script_exits_with_the_status() -> None:
     )
 
 
-def test_the_console_script_is_the_command_line() -> None:
+def test_the_console_script_is_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="trainload")
-    assert script.load() is cli.main
+    ran = []
+    monkeypatch.setattr(cli, "main", lambda: ran.append("the command line"))
+    script.load()()
+    assert ran == ["the command line"]
 
 
 def test_the_level_of_log_messages_is_set_by_the_environment(
