@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ from trainload.capture.operators import is_overload, is_seeded
 from trainload.capture.program import GraphCapture, Program
 from trainload.capture.tracing.lazy_graphs import generated_when_run
 from trainload.capture.watching.higher_order import differentiates, has_checkpoints
-from trainload.core.errors import CaptureError
+from trainload.core.errors import CaptureError, raised
 from trainload.core.garbage import garbage_collection_disabled
 from trainload.core.work_steps import begin_step
 
@@ -119,8 +119,8 @@ def derive(
         is_deterministic: False to allow operators whose gradients differ from call to call.
 
     Raises:
-        CaptureError: the graph draws random numbers without a stateless form, or writes to a tensor
-            that is not a buffer.
+        CaptureError: the graph draws random numbers without a stateless form, writes to a tensor
+            that is not a buffer, or has an operator that AOT autograd rejects.
     """
     capture = program.graphs[graph]
     begin_step(f"deriving the {'joint' if capture.training else 'flat'} graph of {graph}")
@@ -166,6 +166,7 @@ def derive(
             with (
                 preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)),
                 whole_triton_operators(),
+                _unsupported_by_torch(graph),
             ):
                 traced = aot_export_joint_with_descriptors(
                     stack, module, tuple(inputs)
@@ -173,6 +174,20 @@ def derive(
     if sources:
         copy_origins(traced.graph)
     return _flatten(traced, module, graph)
+
+
+@contextlib.contextmanager
+def _unsupported_by_torch(graph: str) -> Iterator[None]:
+    """Convert an error of AOT autograd itself into CaptureError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CaptureError(
+            f"torch {torch.__version__} derives no gradients of it",
+            where=f"graph {graph}",
+            got=raised(error),
+            hint="Compute it without this operator, or freeze with a newer torch.",
+        ) from error
 
 
 def whole_triton_operators() -> contextlib.AbstractContextManager[None]:

@@ -128,7 +128,7 @@ class StepFunction(Traced):
             outputs.append(OutputSpec("weight", OutputRole.WEIGHT))
             values.append(loss.weight)
         _check_names(loss.metrics, f"{self._where}: metrics")
-        if taken := sorted({each.name for each in outputs} & loss.metrics.keys()):
+        if taken := sorted(each.name for each in outputs if each.name in loss.metrics):
             raise JobError(
                 f"a metric has the name of the {taken[0]} itself",
                 where=f"{self._where}: metrics",

@@ -28,13 +28,12 @@ FOLDER = ROOT / ".compat"
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 HEAD = """# Compatibility between torch versions
 
-Six jobs (`tests/golden/jobs.py`: tied and frozen weights, dropout, a bfloat16 region, cond;
-alternating graphs; variants; operators of another library; plain layers; shapes without weights)
-are frozen with each torch version, and opened and trained for two steps with each. A cell shows how
-many of the packages load, train, and reproduce the losses of the version that froze them ({fp32:g}
-relative, {bf16:g} for the one with a bfloat16 region), and the largest relative difference of a
-float32 loss (exact: none). `make compat` writes this page, here at commit {commit}; the packages of
-older formats in `tests/golden/` are also opened with each torch version.
+The jobs of `tests/golden/jobs.py` ({jobs}) are frozen with each torch
+version, and opened and trained for two steps with each. A cell shows how many of the packages load,
+train, and reproduce the losses of the version that froze them ({fp32:g} relative, {bf16:g} for the
+one with a bfloat16 region), and the largest relative difference of a float32 loss (exact: none).
+`make compat` writes this page, here at commit {commit}; the packages of older formats in
+`tests/golden/` are also opened with each torch version.
 
 """
 
@@ -123,9 +122,16 @@ def cell(results: dict[str, dict[str, Any]]) -> str:
 
 def page(versions: Sequence[str], frozen: dict[str, Any], opened: dict[str, Any]) -> str:
     """Return the text of docs/measurements/compat.md."""
+    from tests.golden.jobs import CASES
+
     told = {version: opened[version]["results"] for version in versions}
     lines = [
-        HEAD.format(fp32=FP32, bf16=BF16, commit=head_commit()).rstrip(),
+        HEAD.format(
+            jobs=", ".join(name.replace("_", " ") for name in CASES),
+            fp32=FP32,
+            bf16=BF16,
+            commit=head_commit(),
+        ).rstrip(),
         "",
         f"| frozen by \\ opened by | {' | '.join(versions)} |",
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from tests.autograd_trace.step_graph_calls import CPU, program_of, run
 from tests.capture.jobs import Batch, Model, job
 from torch import Tensor, nn
@@ -211,13 +212,29 @@ SOME = (
     "views stacked inside of a region",
     "in a scan",
 )
+SCANS = frozenset(name for name in IN_CONTROL_FLOW if "scan" in name)
+NO_SCANS = Version(torch.__version__).release < (2, 13)
+"""Whether torch takes a scan that draws for one whose results are views of its inputs."""
 some_draws = pytest.mark.matrix(when=lambda name: name in SOME)
+
+
+def skip_without_scans(name: str) -> None:
+    if name in SCANS and NO_SCANS:
+        pytest.skip("this torch rejects scans that draw")
 
 
 @functools.cache
 def drawing(name: str) -> tuple[Program, StepGraph]:
+    skip_without_scans(name)
     program = program_of(job(Model(DRAWS[name])))
     return program, derive(program, "train", CPU)
+
+
+@pytest.mark.skipif(not NO_SCANS, reason="this torch takes scans that draw")
+def test_a_scan_that_torch_rejects_is_an_error_with_its_graph() -> None:
+    program = program_of(job(Model(DRAWS["in a scan"])))
+    with pytest.raises(CaptureError, match=r"graph train: torch .* derives no gradients of it"):
+        derive(program, "train", CPU)
 
 
 @some_draws
@@ -292,6 +309,7 @@ def test_what_a_body_draws_is_the_same_in_backward(name: str) -> None:
         total: Tensor = IN_CONTROL_FLOW[name](model, model.first(batch["x"])).sum()
         return total
 
+    skip_without_scans(name)
     program = program_of(job(Model(), loss=loss))
     out = run(derive(program, "train", CPU), program, {"x": torch.randn(4, 8)})
     products = [
