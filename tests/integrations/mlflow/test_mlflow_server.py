@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,21 @@ from trainload.retraining.ticks.announcements import announce
 from trainload.retraining.ticks.lineage import rollback
 
 pytestmark = pytest.mark.slow
+
+
+def train(package: Package, data: Path, run_dir: Path, act: Callable[[Event], None]) -> None:
+    """Train four steps with a sink for the server, and call `act` with each event."""
+    trainload.launch(
+        package,
+        trainload.plan(package, trainload.Cluster(), "single"),
+        data,
+        run_dir=run_dir,
+        steps=4,
+        compile=False,
+        backend="local",
+        sinks=["mlflow"],
+        on_event=act,
+    )
 
 
 def test_a_server_has_the_losses_of_a_run(
@@ -46,18 +62,7 @@ def test_a_server_that_dies_changes_nothing_in_a_run(
         if event.kind == "step" and event.data["step"] == 0:
             server.kill()
 
-    plan = trainload.plan(tiny, trainload.Cluster(), "single")
-    trainload.launch(
-        tiny,
-        plan,
-        tiny_data,
-        run_dir=tmp_path / "run",
-        steps=4,
-        compile=False,
-        backend="local",
-        sinks=["mlflow"],
-        on_event=die,
-    )
+    train(tiny, tiny_data, tmp_path / "run", die)
     assert losses(read_events(tmp_path / "run")) == expected
     (warning,) = [event.data["message"] for event in heard if event.kind == "warning"]
     assert "mlflow did not accept the run's metrics" in warning
@@ -74,18 +79,7 @@ def test_a_server_that_dies_and_returns_has_all_losses_of_one_run(
         elif event.kind == "step" and event.data["step"] == 2:
             server.start()
 
-    plan = trainload.plan(tiny, trainload.Cluster(), "single")
-    trainload.launch(
-        tiny,
-        plan,
-        tiny_data,
-        run_dir=tmp_path / "run",
-        steps=4,
-        compile=False,
-        backend="local",
-        sinks=["mlflow"],
-        on_event=interfere,
-    )
+    train(tiny, tiny_data, tmp_path / "run", interfere)
     client = MlflowClient()
     (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
     history = {each.step: each.value for each in client.get_metric_history(run.info.run_id, "loss")}
