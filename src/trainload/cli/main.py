@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -373,7 +373,10 @@ def _make_streams_usable() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # a stream that was opened on a file looks up its position, which a terminal that has taken
+        # the file's descriptor since does not have; it escapes from now on all the same
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main() -> NoReturn:
