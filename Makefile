@@ -38,21 +38,23 @@ $(STAMP): pyproject.toml constraints.txt
 		|| echo "Debian's docker-registry cannot be had here: the tests that need a registry will be skipped."
 	touch $@
 
-# Two tests at a time; then those that need both cores, on Ray for one. `make test-long` has what is marked `slow`.
-TWO := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Several tests at a time: three on two cores, since a test waits for its processes for a third of the time, and two of
+# the slow ones, which compute more. Then those that need both cores, on Ray for one. `make test-long` has what is
+# marked `slow`.
+SEVERAL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 ONE := $(BIN)/python -m pytest
 # What one part has frozen and compiled serves the other.
 SHARE = SHARED_FOLDER=$$(mktemp -d); export SHARED_FOLDER; trap 'rm -rf "$$SHARED_FOLDER"' EXIT; trap 'exit 130' INT TERM
 
 test: env
 	@status=0; $(SHARE); \
-	$(TWO) -m "not slow and not alone" $(OPTIONS) || status=1; \
+	$(SEVERAL) -n 3 -m "not slow and not alone" $(OPTIONS) || status=1; \
 	$(ONE) -m "not slow and alone" $(OPTIONS) || status=1; \
 	exit $$status
 
 test-long: env
 	@status=0; $(SHARE); \
-	$(TWO) -m "slow and not alone" $(OPTIONS) || status=1; \
+	$(SEVERAL) -n 2 -m "slow and not alone" $(OPTIONS) || status=1; \
 	$(ONE) -m "slow and alone" $(OPTIONS) || status=1; \
 	exit $$status
 
