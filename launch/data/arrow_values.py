@@ -4,7 +4,6 @@ of a fixed shape.
 
 from __future__ import annotations
 
-import json
 from math import prod
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from trainload.core.canonical_json import parse_json
 from trainload.core.errors import DataError
 from trainload.launching.data.columns import Array, ColumnType, Sizes
 
@@ -195,8 +195,8 @@ def _tensor_shape(field: Any) -> tuple[int, ...] | None:
     if about.get(b"ARROW:extension:name", b"").decode() not in _TENSOR_TYPES:
         return None
     try:
-        shape = json.loads(about[b"ARROW:extension:metadata"])
-    except (KeyError, ValueError, RecursionError):
+        shape = parse_json(about[b"ARROW:extension:metadata"])
+    except (KeyError, ValueError):
         return None  # treated as lists, whose lengths are known from their values
     return (
         tuple(shape)

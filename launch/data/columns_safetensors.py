@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -11,6 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from trainload.capture.program import InputSpec
+from trainload.core.canonical_json import parse_json
 from trainload.core.errors import DataError, IntegrityError
 from trainload.launching.data.columns import (
     BLOCK_BYTES,
@@ -25,8 +25,6 @@ from trainload.launching.data.data_files import DataFile
 from trainload.packaging.tensors.safetensors_file import CODES, DTYPES, Place, header_length
 
 _DTYPE_NAMES = {code: name for name, code in CODES.items()}
-_MALFORMED_HEADER = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Errors of reading a header: no JSON, another structure, or one that is nested deeply."""
 
 
 def read_schema(file: DataFile) -> FileSchema:
@@ -90,7 +88,7 @@ def _open_tensors(file: DataFile) -> Iterator[tuple[BinaryIO, dict[str, Place]]]
             yield stream, _read_places(stream, file.name)
     except DataError:
         raise
-    except (IntegrityError, OSError, *_MALFORMED_HEADER) as error:
+    except (IntegrityError, ValueError, KeyError, TypeError, OSError) as error:
         raise unreadable(file, "a safetensors file", error) from error
 
 
@@ -100,7 +98,9 @@ def _read_places(stream: BinaryIO, where: str) -> dict[str, Place]:
     stream.seek(0)
     head = stream.read(8)
     length = header_length(head, size, where)
-    entries = json.loads(stream.read(length))
+    entries = parse_json(stream.read(length))
+    if not isinstance(entries, dict):
+        raise ValueError("its header is not a JSON object")
     entries.pop("__metadata__", None)
     places: dict[str, Place] = {}
     for name, entry in entries.items():

@@ -4,10 +4,10 @@ lists them; for a DatasetDict a folder of each split, and `dataset_dict.json`.
 
 from __future__ import annotations
 
-import json
 from pathlib import PurePosixPath
 from typing import Any
 
+from trainload.core.canonical_json import parse_json
 from trainload.core.errors import DataError, MissingDataError
 
 STATE = "state.json"
@@ -89,7 +89,7 @@ def check_complete(missing: list[str], folder: str) -> None:
 def _parse(content: bytes) -> dict[str, Any]:
     """Return a JSON object; {} for anything else, which is not a file of datasets."""
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
+        document = parse_json(content)
+    except ValueError:
         return {}
     return document if isinstance(document, dict) else {}

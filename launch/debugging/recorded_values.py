@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from trainload.autograd_trace.graphs import Role
 from trainload.capture.operators import is_view
 from trainload.core.atomic import create_file
+from trainload.core.canonical_json import parse_json
 from trainload.core.errors import StorageError, first_line
 from trainload.launching.debugging.activation_sums import sites_of
 from trainload.launching.debugging.node_origins import backward_begins, line_of, module_of
@@ -118,7 +119,7 @@ class RecordedValues:
                 raise ValueError(f"format {metadata['format']}")
             origins = [
                 ValueOrigin(**{**each, "sites": tuple(each["sites"])})
-                for each in json.loads(metadata["origins"])
+                for each in parse_json(metadata["origins"])
             ]
             if sketches.shape != (len(norms), WIDTH) or len(origins) != len(norms):
                 raise ValueError("its parts differ in length")

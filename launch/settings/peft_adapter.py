@@ -6,7 +6,6 @@ of peft's configuration is known here, or must have no value.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from trainload.autograd_trace.low_rank import LowRank
-from trainload.core.canonical_json import sha256_bytes
+from trainload.core.canonical_json import parse_json, sha256_bytes
 from trainload.core.errors import WeightsError, printable
 from trainload.launching.settings.adapter_names import WEIGHT, source_prefix
 from trainload.packaging.format.manifest import Manifest
@@ -213,8 +212,8 @@ def _number(value: Any) -> float:
 
 def _parse_config(text: bytes, where: str) -> dict[str, Any]:
     try:
-        config: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        config = parse_json(text)
+    except ValueError as error:
         raise WeightsError("not valid JSON", where=where) from error
     is_object = isinstance(config, dict)
     if not is_object or not 0 < _number(config.get("lora_alpha")) <= _MAX_ALPHA:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainload.core.canonical_json import parse_json
 from trainload.core.errors import WeightsError, printable
 from trainload.packaging.tensors.safetensors_file import (
     DTYPES,
@@ -197,8 +197,8 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
         WeightsError: it is none.
     """
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
+        found = parse_json(content)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise WeightsError("a file of weights is malformed", where=where, expected="a JSON object")

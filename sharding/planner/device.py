@@ -5,7 +5,6 @@ by `trainload measure`.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainload.core.canonical_json import parse_json
 from trainload.core.errors import PlanError
 from trainload.core.suggestions import did_you_mean
 from trainload.sharding.plans.plan import DeviceKind
@@ -131,7 +131,7 @@ def read(name: str) -> DeviceProfile:
             hint=did_you_mean(name, names()),
         )
     try:
-        return DeviceProfile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return DeviceProfile.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (ValidationError, ValueError) as error:
         raise PlanError(
             "this is not a device profile",

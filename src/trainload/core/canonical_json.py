@@ -98,6 +98,18 @@ def parse_canonical(
     return value
 
 
+def parse_json(data: bytes | str) -> Any:
+    """Decode any JSON that someone else wrote.
+
+    Raises:
+        ValueError: it is not JSON, or is nested more deeply than Python's parser goes.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+
+
 def nesting(data: bytes) -> int:
     """Return the nesting depth of objects and arrays in JSON, in a fraction of the time of parsing.
 

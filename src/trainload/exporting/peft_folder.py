@@ -23,7 +23,13 @@ from trainload.capture.job.stored_tensors import has_equal_bits
 from trainload.core.canonical_json import canonical_json
 from trainload.core.errors import PackageError
 from trainload.core.paths import write_bytes
-from trainload.exporting.weights_folder import CARD, MADE_OF, NOTE, transformers_part
+from trainload.exporting.weights_folder import (
+    CARD,
+    MADE_OF,
+    NOTE,
+    read_json_asset,
+    transformers_part,
+)
 from trainload.launching.api.run_weights import RunWeights
 from trainload.launching.settings.adapter_names import WEIGHT
 from trainload.launching.settings.peft_adapter import CONFIG, PREFIX, VALUES
@@ -219,10 +225,7 @@ def _asset(package: Package, name: str) -> Mapping[str, Any]:
     """Return a JSON asset; {} if there is none."""
     if f"{ASSETS}{name}" not in package.manifest.files:
         return {}
-    try:
-        document: Any = json.loads(package.asset(name))
-    except (ValueError, RecursionError) as error:
-        raise PackageError("not valid JSON", where=f"{ASSETS}{name}") from error
+    document = read_json_asset(package, name)
     return document if isinstance(document, dict) else {}
 
 

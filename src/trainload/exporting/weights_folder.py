@@ -6,7 +6,6 @@ safetensors and transformers.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from trainload.capture.job.stored_tensors import has_equal_bits
-from trainload.core.canonical_json import canonical_json
+from trainload.core.canonical_json import canonical_json, parse_json
 from trainload.core.errors import PackageError
 from trainload.core.paths import write_bytes
 from trainload.core.suggestions import did_you_mean
@@ -102,6 +101,14 @@ def contents_of(manifest: Manifest, part: str) -> Contents:
     return Contents(part, tuple(by_owner.values()), dict(sorted(aliases.items())))
 
 
+def read_json_asset(package: Package, name: str) -> Any:
+    """Return the value of an asset that the package has. Raises PackageError if it is not JSON."""
+    try:
+        return parse_json(package.asset(name))
+    except ValueError as error:
+        raise PackageError("not valid JSON", where=f"{ASSETS}{name}") from error
+
+
 def transformers_part(package: Package) -> str | None:
     """Return the module of the job's model that is a transformers model, or None if the package
     does not name one.
@@ -111,10 +118,7 @@ def transformers_part(package: Package) -> str | None:
     """
     if f"{ASSETS}{MADE_OF}" not in package.manifest.files:
         return None
-    try:
-        document: Any = json.loads(package.asset(MADE_OF))
-    except (ValueError, RecursionError) as error:
-        raise PackageError("not valid JSON", where=f"{ASSETS}{MADE_OF}") from error
+    document = read_json_asset(package, MADE_OF)
     part = document.get("part") if isinstance(document, dict) else None
     if not isinstance(part, str):
         raise PackageError(
