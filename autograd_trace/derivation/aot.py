@@ -152,7 +152,7 @@ def derive(
                     device=device,
                 )
             )
-    with contextlib.ExitStack() as stack:
+    with _unsupported_by_torch(graph), contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.nullcontext() if capture.training else torch.no_grad())
         if is_deterministic:
             stack.enter_context(deterministic_attention())
@@ -166,7 +166,6 @@ def derive(
             with (
                 preserve_node_meta(sources or has_checkpoints(capture.exported.graph_module)),
                 whole_triton_operators(),
-                _unsupported_by_torch(graph),
             ):
                 traced = aot_export_joint_with_descriptors(
                     stack, module, tuple(inputs)

@@ -118,21 +118,15 @@ def push_hub(
             if branch is not None:
                 api.create_branch(repo, branch=branch, exist_ok=True)
             head = api.repo_info(repo, revision=branch)
-        stale = [
-            path
-            for path in (each.rfilename for each in head.siblings or ())
-            if path not in files and (path.startswith(f"{FOLDER}/") or _WEIGHTS.fullmatch(path))
-        ]
-        with _answers(reference):
+            stale = [
+                path
+                for path in (each.rfilename for each in head.siblings or ())
+                if path not in files and (path.startswith(f"{FOLDER}/") or _WEIGHTS.fullmatch(path))
+            ]
+            added = [hub.CommitOperationAdd(path, source) for path, source in sorted(files.items())]
             commit = api.create_commit(
                 repo,
-                [
-                    *(
-                        hub.CommitOperationAdd(path, source)
-                        for path, source in sorted(files.items())
-                    ),
-                    *(hub.CommitOperationDelete(path) for path in stale),
-                ],
+                [*added, *(hub.CommitOperationDelete(path) for path in stale)],
                 commit_message=message or f"trainload: package {local.digest[:12]}",
                 revision=branch,
                 parent_commit=head.sha,
