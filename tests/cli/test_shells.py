@@ -20,7 +20,7 @@ SETUP = {
     "bash": """bind 'set bell-style none'; eval "$(trainload completion bash)"; """,
     "zsh": """autoload -Uz compinit; compinit -u -D; eval "$(trainload completion zsh)"; """,
 }
-"""What a user's startup file has, beside settings for a terminal without colours."""
+"""Shell -> lines of its startup file, beside settings for a terminal without colours."""
 COMMAND = {"bash": ["bash", "--norc", "-i"], "zsh": ["zsh", "-f", "-i"]}
 LINES = {
     "trainload lau": "trainload launch ",
@@ -35,7 +35,7 @@ LINES = {
     "trainload verify --identity=two": "trainload verify --identity=two\\ words/",
     "trainload status two": "trainload status two\\ words/",
 }
-"""What is typed before the tab key -> the line after it."""
+"""Text before the Tab key is pressed -> the completed line."""
 QUICK = ("bash", "trainload launch x.tl --set precision=b")
 
 
@@ -70,7 +70,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What the shell has written so far, without control sequences."""
+        """Output of the shell so far, without control sequences."""
         return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|\r", "", self._written.decode())
 
     def type(self, keys: str) -> None:

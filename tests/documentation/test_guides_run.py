@@ -24,7 +24,7 @@ from tests.shared import made_once
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a page takes for granted.
+    """Files, services and commands that the commands of a page need before they run.
 
     Attributes:
         files: names in the prepared folder and in the page's.

@@ -214,7 +214,7 @@ SOME = (
 )
 SCANS = frozenset(name for name in IN_CONTROL_FLOW if "scan" in name)
 NO_SCANS = Version(torch.__version__).release < (2, 13)
-"""Whether torch takes a scan that draws for one whose results are views of its inputs."""
+"""True if torch rejects scans that draw random numbers: it takes their results for views."""
 some_draws = pytest.mark.matrix(when=lambda name: name in SOME)
 
 

@@ -284,29 +284,31 @@ def test_a_sink_cannot_change_the_events_of_others(tmp_path: Path, monkeypatch: 
     assert event == step(0)
 
 
-def test_a_warning_of_a_sink_is_one_line_of_limited_length(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def warning_of(problem: str, folder: Path, monkeypatch: Patch) -> str:
+    """Return the warning about a sink that raises an error with this text."""
+
     def fail() -> None:
-        raise ConnectionError("the server responds\n" + "<p>sorry</p>\n" * 1000)
+        raise ConnectionError(problem)
 
     use(monkeypatch, lambda: Faulty("numbers", fail))
     heard: list[Event] = []
-    with open_sinks(["tensorboard"], tmp_path, heard.append) as tell:
+    with open_sinks(["tensorboard"], folder, heard.append) as tell:
         tell(step(0))
     (warning,) = [event.data["message"] for event in heard if event.kind == "warning"]
+    return str(warning)
+
+
+def test_a_warning_of_a_sink_is_one_line_of_limited_length(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    page = "the server responds\n" + "<p>sorry</p>\n" * 1000
+    warning = warning_of(page, tmp_path, monkeypatch)
     assert "metrics: the server responds <p>sorry</p> <p>" in warning
     assert len(warning.splitlines()) == 1
     assert len(warning) < 600
 
 
 def test_a_warning_of_a_sink_shows_no_password(tmp_path: Path, monkeypatch: Patch) -> None:
-    def fail() -> None:
-        raise ConnectionError("cannot reach https://me:hunter2@tracker.example.org/api")
-
-    use(monkeypatch, lambda: Faulty("numbers", fail))
-    heard: list[Event] = []
-    with open_sinks(["tensorboard"], tmp_path, heard.append) as tell:
-        tell(step(0))
-    (warning,) = [event.data["message"] for event in heard if event.kind == "warning"]
+    problem = "cannot reach https://me:hunter2@tracker.example.org/api"
+    warning = warning_of(problem, tmp_path, monkeypatch)
     assert "cannot reach https://me:***@tracker.example.org/api" in warning
