@@ -31,12 +31,12 @@ STEPS = 4
 EVERY = 2
 PLANS = {
     "zero3": {"strategy": "zero3"},
-    "tensor parallel": {"tensor_ranks": 2},
     "a pipeline": {"pipeline_ranks": 2},
 }
 MORE_PLANS = {
     "zero0": {"strategy": "zero0"},
     "zero1": {"strategy": "zero1"},
+    "tensor parallel": {"tensor_ranks": 2},
     "accumulation": {"strategy": "zero2", "accumulate": 2},
 }
 

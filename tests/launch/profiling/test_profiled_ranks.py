@@ -68,6 +68,7 @@ def test_collectives_are_apart_from_lines(sharded: tuple[Path, Profile]) -> None
     assert calls["reduce_scatter_tensor"] > 0
 
 
+@pytest.mark.slow
 def test_a_profile_does_not_change_a_run_on_ray(
     sharded: tuple[Path, Profile], gpt: Package, gpt_data: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_profile_does_not_change_a_run_on_ray(
     assert losses(read_events(tmp_path / "run")) == own[:steps]
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_pipeline_are_profiled(
     ray_cluster: None, gpt: Package, gpt_data: Path, tmp_path: Path
 ) -> None:

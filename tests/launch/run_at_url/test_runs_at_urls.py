@@ -228,6 +228,7 @@ def test_records_that_cannot_be_published_stay_on_the_machine(
         pass
 
 
+@pytest.mark.slow
 def test_a_run_that_was_copied_from_a_folder_is_continued_at_the_url(
     tiny: Package, tiny_data: Path, tmp_path: Path, url: str, machine: Path
 ) -> None:

@@ -173,6 +173,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_a_compiled_pipeline_trains_as_one_process(small_data: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
